@@ -1,0 +1,82 @@
+"""The public verbs that wire several stages together."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import OffbeatError, StrategyError
+from offbeat.graph import ModelGraph, capture
+from offbeat.graph.skeleton import skeleton
+from offbeat.plan import lower
+from offbeat.runtime.distribute import Runtime
+from offbeat.strategy import Strategy, build_strategy, builders
+
+
+def distribute(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    strategy: str | os.PathLike[str] | Strategy = "auto",
+    *,
+    example_inputs: Any = None,
+    loss_fn: Any = None,
+    cluster: ClusterSpec | None = None,
+    timeout: timedelta | None = None,
+) -> tuple[torch.nn.Module, Optimizer]:
+    """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
+
+    `strategy` is "auto", a builder's name, the path of a strategy file, or a Strategy. With `example_inputs` (one
+    replica's batch) the step is captured first, so that strategies which depend on its operators can be built. The
+    process group is the user's, or made from the launcher's environment. Returns the same two objects.
+    """
+    join_job(timeout)
+    world = dist.get_world_size()
+    cluster = cluster or _this_cluster(world)
+    if cluster.world_size != world:
+        raise OffbeatError(f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world} ranks")
+    graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
+    chosen = resolve_strategy(strategy, graph, cluster)
+    plan = lower(graph, cluster, chosen, rank=dist.get_rank())
+    Runtime(model, optimizer, plan, timeout or timedelta(minutes=10))
+    return model, optimizer
+
+
+def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
+    """A Strategy from whatever a user may pass for one."""
+    if isinstance(strategy, str) and strategy == "auto":
+        return build_strategy("overlap", graph, cluster)
+    if isinstance(strategy, str) and strategy in builders():
+        return build_strategy(strategy, graph, cluster)
+    if not isinstance(strategy, Strategy):
+        if not Path(strategy).exists():
+            raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
+        strategy = Strategy.load(strategy)
+    # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
+    return strategy.model_copy(update={"cluster": ""})
+
+
+def join_job(timeout: timedelta | None = None) -> None:
+    """Joins the process group of the launcher's environment, unless the user has made one."""
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise OffbeatError(
+            f"there is no process group and {missing[0]} is not set: start the script with torchrun or offbeat run, "
+            f"or call torch.distributed.init_process_group first"
+        )
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def _this_cluster(world: int) -> ClusterSpec:
+    """The job's ranks as far as the launcher tells: so many on each node."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    if 0 < local < world and world % local == 0:
+        return ClusterSpec.homogeneous(nodes=world // local, devices_per_node=local)
+    return ClusterSpec.local(world)

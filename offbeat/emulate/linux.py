@@ -1,0 +1,78 @@
+"""Linux calls that Python 3.11 lacks → functions that raise OSError."""
+
+import ctypes
+import os
+import signal
+from functools import cache
+
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def unshare(flags: int) -> None:
+    """Moves the calling thread into new namespaces."""
+    _checked("unshare", flags)
+
+
+def setns(descriptor: int, kind: int) -> None:
+    """Moves the calling thread into the namespace that an open /proc/<pid>/ns file stands for."""
+    _checked("setns", descriptor, kind)
+
+
+def set_host_name(name: str) -> None:
+    encoded = name.encode()
+    _checked("sethostname", encoded, ctypes.c_size_t(len(encoded)))
+
+
+def name_process(name: str) -> None:
+    """Shown by ps; cut to 15 characters."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def allow_inspection() -> None:
+    """Lets other processes of this user read /proc/<pid>/ns, which entering a user namespace forbids."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent dies become children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """Kills this process as soon as the thread that forked it ends; ends it now if the parent is already gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def enter_user_namespace() -> None:
+    """Moves this process into a user namespace in which it may build networks; user and group stay what they are."""
+    user, group = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as stream:
+            stream.write(content)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    zero = ctypes.c_ulong(0)
+    _checked("prctl", option, argument, zero, zero, zero)
+
+
+def _checked(function: str, *arguments: object) -> None:
+    if getattr(_libc(), function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,177 @@
+"""A path → validated data; data → a file that is either whole or absent.
+
+Every file a person may write or exchange passes through here, so that a bad one gives one sentence that names the
+file, the field and the value.
+"""
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from offbeat.errors import OffbeatError
+from offbeat.units import quote
+
+MAX_BYTES = 256 * 2**20
+# People write YAML, programs write JSON; YAML takes seconds per 10 MiB to parse.
+MAX_YAML_BYTES = 32 * 2**20
+_MAX_NESTING = 100
+_PHRASES = {
+    "extra_forbidden": "there is no such field",
+    "too_short": "it has too few items",
+    "tuple_type": "it must be a list",
+    "list_type": "it must be a list",
+    "dict_type": "it must be a mapping",
+    "model_type": "it must be a mapping",
+    "model_attributes_type": "it must be a mapping",
+    "dataclass_type": "it must be a mapping",
+}
+
+
+def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
+    """The file's content, or one sentence saying why there is none."""
+    try:
+        with open(path, "rb") as stream:
+            # Not by the file's size: a pipe or a device has none and may never end.
+            content = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise OffbeatError(f"{_name(path)}: cannot read the {what}: {_reason(error)}") from None
+    if len(content) > MAX_BYTES:
+        raise OffbeatError(f"{path}: more than the {MAX_BYTES} bytes a {what} file may have")
+    return content
+
+
+def read_json(path: str | os.PathLike[str], what: str) -> Any:
+    """Parsed JSON of any shape."""
+    return parse_json(read_bytes(path, what), str(path), what)
+
+
+def parse_json(content: bytes | str, origin: str, what: str) -> Any:
+    """Parsed JSON of any shape with finite numbers; the error names `origin`."""
+    try:
+        return json.loads(content, parse_constant=_refuse_constant, parse_float=_finite_float)
+    except OffbeatError as error:
+        raise OffbeatError(f"{origin}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise OffbeatError(f"{origin}: not a {what}: it is not valid JSON ({_first_line(error)})") from None
+
+
+def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
+    """Parsed YAML of any shape, without aliases, so that a small file cannot grow into a large value."""
+    return parse_yaml(read_bytes(path, what), str(path), what)
+
+
+def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
+    """Parsed YAML of any shape, without aliases, tags or repeated keys; the error names `origin`."""
+    if len(content) > MAX_YAML_BYTES:
+        raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        _check_yaml_events(text, origin, what)
+        return yaml.load(text, Loader=_Loader)
+    except OffbeatError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise OffbeatError(f"{origin}: not a {what}: it is not valid YAML ({_first_line(error)})") from None
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> None:
+    """Writes the whole file or none of it."""
+    target = Path(path)
+    temporary = target.parent / f".{target.name[:32]}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        # Mode 666 less the umask, as for any file the user creates.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except (OSError, ValueError) as error:
+        raise OffbeatError(f"{_name(path)}: cannot write the {what}: {_reason(error)}") from None
+
+
+def digest(content: Any) -> str:
+    """Sixteen hex digits that are equal for equal JSON values."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem pydantic found, as 'field: what is wrong, got value'."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    field = ""
+    for step in problem["loc"]:
+        field += f"[{step}]" if isinstance(step, int) else f".{step}" if field else str(step)
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, Exception):
+        message = str(cause)
+    elif problem["type"] == "missing":
+        message = "it is required but not given"
+    else:
+        text = _PHRASES.get(problem["type"], problem["msg"])
+        message = f"{text[:1].lower()}{text[1:]}, got {quote(problem['input'])}"
+    # Pydantic also calls a list too short when the items in it are faulty.
+    more = sum(other["loc"] != problem["loc"][: len(other["loc"])] for other in problems[1:])
+    return (f"{field}: " if field else "") + message + (f" (and {more} more)" if more else "")
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # chosen when imported
+    """The safe loader, several times faster where libyaml is there; it refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.YAMLError(f"the key {quote(key.value)} is given twice in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _check_yaml_events(text: str, origin: str, what: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise OffbeatError(f"{origin}: YAML aliases are not allowed in a {what}")
+        if getattr(event, "tag", None) is not None:
+            raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_NESTING:
+            raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    """The path as text without characters that would break the sentence."""
+    text = os.fspath(path)
+    return text if text.isprintable() else repr(text)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def _refuse_constant(name: str) -> float:
+    raise OffbeatError(f"not valid JSON: the number {name} is not allowed")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise OffbeatError(f"not valid JSON: the number {text[:40]} is too large")
+    return number

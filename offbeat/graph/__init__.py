@@ -1,0 +1,6 @@
+"""nn.Module + example batch → ModelGraph."""
+
+from offbeat.graph.capture import capture
+from offbeat.graph.model import Constant, ModelGraph, Operator, TensorSpec, Variable
+
+__all__ = ["Constant", "ModelGraph", "Operator", "TensorSpec", "Variable", "capture"]

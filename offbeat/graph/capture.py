@@ -1,0 +1,161 @@
+"""nn.Module + example batch → ModelGraph, by whichever way of tracing the model allows."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+
+from offbeat.errors import CaptureError
+from offbeat.graph.hooks import trace_hooks
+from offbeat.graph.joint import trace_joint
+from offbeat.graph.model import ModelGraph, update_operators
+from offbeat.graph.step import Step, constants_of, make_step, tensor_spec
+
+_SLOTS = {
+    "SGD": 0,
+    "ASGD": 1,
+    "Adagrad": 1,
+    "Muon": 1,
+    "RMSprop": 1,
+    "Adadelta": 2,
+    "Adam": 2,
+    "Adamax": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Rprop": 2,
+    "SparseAdam": 2,
+}
+_SLOTS_IF_UNKNOWN = 2
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
+    name: str | None = None,
+) -> ModelGraph:
+    """The operators and variables of one training step of `model`, which is left exactly as it was.
+
+    The step is traced on fake tensors: nothing is computed and no weight is allocated, so the model may live on the
+    meta device. A model that cannot be traced (one that branches on values) is run once for real instead; the graph
+    then has one operator per module and a warning says why.
+
+    Args:
+        model: in the mode (`train()` or `eval()`) it is to be trained in.
+        example_inputs: one replica's batch: a tensor, a tuple or list of positional arguments, or a dict of keyword
+            arguments. Real, meta and fake tensors will do.
+        loss_fn: called as `loss_fn(output)`. If it requires two arguments, the last of `example_inputs` is its target
+            and not the model's: `capture(model, (x, y), loss_fn=f)` then calls `f(model(x), y)`. Without it the loss is
+            the model's output if that is a scalar tensor, its `loss` entry or attribute if there is one, or a tuple's
+            first floating-point element if that is a scalar; otherwise the sum of all floating-point outputs that
+            require grad.
+        optimizer: what the step ends with: an optimizer, its class or its name. None is plain SGD. One that torch does
+            not have counts the state it holds already, or 2 tensors per variable if it holds none.
+        name: of the graph; the model's class if not given.
+
+    Raises:
+        CaptureError: if the step can neither be traced nor run; its one sentence says why.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CaptureError(f"model {type(model).__name__} has no parameter that requires grad")
+    optimizer_name, slots = optimizer_state(optimizer)
+    step = make_step(model, example_inputs, loss_fn)
+    operators, variables, source = _trace(step)
+    return ModelGraph(
+        name=name or type(model).__name__,
+        operators=operators + update_operators(variables, optimizer_name, slots),
+        variables=variables,
+        constants=constants_of(model),
+        inputs=tuple(tensor_spec(tensor) for tensor in step.input_tensors()),
+        source=source,
+        optimizer=optimizer_name,
+        optimizer_slots=slots,
+    )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None) -> tuple[str, int]:
+    """The optimizer's name, and how many tensors of a variable's size it keeps for each."""
+    if optimizer is None:
+        return "SGD", 0
+    if isinstance(optimizer, str):
+        known = {name.lower(): name for name in _SLOTS}
+        name = known.get(optimizer.lower(), optimizer)
+        return name, _SLOTS.get(name, _SLOTS_IF_UNKNOWN)
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer.__name__, _SLOTS.get(optimizer.__name__, _SLOTS_IF_UNKNOWN)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(
+            f"optimizer must be a torch.optim.Optimizer, its class or its name, got {type(optimizer).__name__}"
+        )
+    name = type(optimizer).__name__
+    if name not in _SLOTS:
+        return name, _slots_held(optimizer) or _SLOTS_IF_UNKNOWN
+    options = {**optimizer.defaults, **optimizer.param_groups[0]}
+    extra = bool(options.get("amsgrad")) + bool(options.get("centered"))
+    if name in ("SGD", "RMSprop"):
+        extra += bool(options.get("momentum"))
+    return name, _SLOTS[name] + extra
+
+
+def _slots_held(optimizer: torch.optim.Optimizer) -> int:
+    """The most state tensors of a parameter's shape that the optimizer holds for one."""
+    return max(
+        (
+            sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
+            for parameter, state in optimizer.state.items()
+            if isinstance(parameter, Tensor)
+        ),
+        default=0,
+    )
+
+
+def _trace(step: Step) -> tuple[Any, Any, Any]:
+    try:
+        return *trace_joint(step), "joint"
+    except CaptureError:
+        raise
+    except Exception as error:
+        reason = _sentence(error)
+    if _lacks_data(step):
+        raise CaptureError(
+            f"model {type(step.model).__name__} cannot be traced ({reason}), and it cannot be run instead because its "
+            "tensors are fake or on the meta device"
+        )
+    try:
+        operators, variables = trace_hooks(step)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"model {type(step.model).__name__} fails on the example inputs: {_sentence(error)}"
+        ) from error
+    warnings.warn(
+        f"{type(step.model).__name__} was run once because it cannot be traced ({reason}), so its graph is coarser: "
+        "one operator per module",
+        UserWarning,
+        stacklevel=3,
+    )
+    return operators, variables, "hooks"
+
+
+def _lacks_data(step: Step) -> bool:
+    tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
+    return any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors)
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error that says something."""
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return f"its forward depends on the values of a tensor, at {error.func}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0].rstrip(".") if lines else ""
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,295 @@
+"""ModelGraph: the operators and variables of one training step on one device.
+
+Operators are in execution order: forward, then backward, then one optimizer operator per variable. Variables are in the
+order of their first use in forward. Sizes are bytes, work is FLOP, times are seconds; all for one replica's batch.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from typing import Any, Literal
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from offbeat import files
+from offbeat.errors import OffbeatError
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and element type of a tensor that need not exist."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of a tensor operator."""
+
+    name: str
+    kind: str
+    """matmul, conv, attention, norm, embedding, elementwise, reduction, view, loss, rnn, optimizer or other."""
+    target: str
+    """What is called, such as 'aten.mm.default'."""
+    phase: Phase
+    module: str
+    """Dotted path of the module the call belongs to; '' is the model itself."""
+    inputs: tuple[str, ...]
+    """Names of the operators whose results it reads."""
+    variables: tuple[str, ...]
+    """Names of the variables it reads directly or through views."""
+    outputs: tuple[TensorSpec, ...]
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    activation_bytes: int
+    """Bytes of its result that stay allocated until backward has used them."""
+    seconds: float | None = None
+    """Measured time, where the graph was profiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A trainable tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    first_use: str | None
+    """Forward operator that reads it first; None if forward never does."""
+    gradient_from: str | None
+    """Backward operator that completes its gradient; None if it gets none."""
+    sparse: bool = False
+    """Its gradient names only the rows that were used (`sparse=True` embeddings)."""
+    sparse_rows: int = 0
+    """Rows a sparse gradient can hold at most: the indices looked up in one step."""
+    factor_rows: int = 0
+    """Rows of the two matrices whose product is the gradient of a dense layer's weight; 0 if it is no such product."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor in the model (tied weights)."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def updated_elements(self) -> int:
+        """Elements that one step changes: all, or the rows of a sparse gradient."""
+        return self.sparse_rows * math.prod(self.shape[1:]) if self.sparse else self.elements
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor of the model that is not trained: a buffer or a frozen parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["buffer", "frozen"]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """What capture saw of one training step."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    variables: tuple[Variable, ...]
+    constants: tuple[Constant, ...] = ()
+    inputs: tuple[TensorSpec, ...] = ()
+    source: Literal["joint", "hooks", "skeleton"] = "joint"
+    """'joint': every operator, from the joint forward and backward graph; 'hooks': one per module, from a run."""
+    optimizer: str = "SGD"
+    optimizer_slots: int = 0
+    """Tensors of a variable's size that the optimizer keeps for it: 0 for plain SGD, 1 with momentum, 2 for Adam."""
+    format: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.format != 1:
+            raise OffbeatError(f"graph {self.name!r}: format must be 1, got {self.format}")
+        operators = self.operator_index
+        if len(operators) != len(self.operators):
+            raise OffbeatError(f"graph {self.name!r}: two operators have the same name")
+        if len(self.variable_index) != len(self.variables):
+            raise OffbeatError(f"graph {self.name!r}: two variables have the same name")
+        for position, operator in enumerate(self.operators):
+            for name in operator.inputs:
+                if operators.get(name, position) >= position:
+                    raise OffbeatError(
+                        f"graph {self.name!r}: operator {operator.name!r} reads {name!r}, which does not run before it"
+                    )
+            for name in operator.variables:
+                if name not in self.variable_index:
+                    raise OffbeatError(f"graph {self.name!r}: operator {operator.name!r} reads no variable {name!r}")
+        for variable in self.variables:
+            for used in (variable.first_use, variable.gradient_from):
+                if used is not None and used not in operators:
+                    raise OffbeatError(f"graph {self.name!r}: variable {variable.name!r} names no operator {used!r}")
+        tensors = [*self.variables, *self.constants, *self.inputs]
+        tensors += [output for operator in self.operators for output in operator.outputs]
+        unknown = {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys()
+        if unknown:
+            raise OffbeatError(f"graph {self.name!r}: unknown dtype {min(unknown)!r}")
+
+    @cached_property
+    def operator_index(self) -> dict[str, int]:
+        """Position of each operator, by name."""
+        return {operator.name: position for position, operator in enumerate(self.operators)}
+
+    @cached_property
+    def variable_index(self) -> dict[str, int]:
+        """Position of each variable, by name."""
+        return {variable.name: position for position, variable in enumerate(self.variables)}
+
+    def variable(self, name: str) -> Variable:
+        return self.variables[self.variable_index[name]]
+
+    def operator(self, name: str) -> Operator:
+        return self.operators[self.operator_index[name]]
+
+    def phase(self, phase: Phase) -> tuple[Operator, ...]:
+        """The operators of one phase, in order."""
+        return tuple(operator for operator in self.operators if operator.phase == phase)
+
+    @cached_property
+    def gradient_order(self) -> tuple[Variable, ...]:
+        """The variables that get a gradient, in the order in which backward completes them."""
+        ready = [v for v in self.variables if v.gradient_from is not None and v.elements]
+        position = self.operator_index
+        # Autograd stores the gradients that one operator makes in the order of its arguments: weight, then bias.
+        return tuple(sorted(ready, key=lambda variable: position[variable.gradient_from or ""]))
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all variables and frozen parameters; tied weights count once."""
+        frozen = sum(math.prod(c.shape) for c in self.constants if c.kind == "frozen")
+        return frozen + sum(variable.elements for variable in self.variables)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(v.bytes for v in self.variables) + sum(c.bytes for c in self.constants if c.kind == "frozen")
+
+    @property
+    def flops(self) -> int:
+        return sum(operator.flops for operator in self.operators)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes kept from forward for backward."""
+        return sum(operator.activation_bytes for operator in self.operators)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for graphs of the same step, whether profiled or not and whatever they are called."""
+        content = asdict(self)
+        content.pop("name")
+        for operator in content["operators"]:
+            operator.pop("seconds")
+        return files.digest(content)
+
+    @cached_property
+    def signature(self) -> str:
+        """Equal for graphs with the same variables, whatever their batch: what a strategy is made for."""
+        return files.digest([(v.name, v.shape, v.dtype, v.sparse) for v in self.variables])
+
+    def with_seconds(self, seconds: dict[str, float]) -> "ModelGraph":
+        """The same graph with measured operator times."""
+        return replace(
+            self, operators=tuple(replace(op, seconds=seconds.get(op.name, op.seconds)) for op in self.operators)
+        )
+
+    def with_optimizer(self, name: str, slots: int) -> "ModelGraph":
+        """The same graph trained by another optimizer."""
+        kept = tuple(operator for operator in self.operators if operator.phase != "optimizer")
+        updates = update_operators(self.variables, name, slots)
+        return replace(self, operators=kept + updates, optimizer=name, optimizer_slots=slots)
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(self, option=orjson.OPT_SERIALIZE_DATACLASS)
+
+    @classmethod
+    def from_json(cls, content: bytes | str, origin: str = "graph") -> "ModelGraph":
+        """Validates everything; the error names `origin`, the field and the value."""
+        try:
+            return _adapter().validate_json(content)
+        except ValidationError as error:
+            raise OffbeatError(f"{origin}: not a model graph: {files.first_problem(error)}") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        files.write_atomic(path, self.to_json(), "model graph")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "ModelGraph":
+        return cls.from_json(files.read_bytes(path, "model graph"), origin=str(path))
+
+
+def update_operators(variables: Iterable[Variable], optimizer: str, slots: int) -> tuple[Operator, ...]:
+    """One optimizer operator per variable that gets a gradient: it reads weight, gradient and state, and writes all but
+    the gradient. A sparse gradient changes only its own rows."""
+    return tuple(
+        Operator(
+            name=f"update.{variable.name}",
+            kind="optimizer",
+            target=optimizer,
+            phase="optimizer",
+            module=variable.name.rpartition(".")[0],
+            inputs=(variable.gradient_from,),
+            variables=(variable.name,),
+            outputs=(),
+            flops=variable.updated_elements * (2 + 4 * slots),
+            bytes_read=variable.updated_elements * ITEM_BYTES[variable.dtype] * (2 + slots),
+            bytes_written=variable.updated_elements * ITEM_BYTES[variable.dtype] * (1 + slots),
+            activation_bytes=0,
+        )
+        for variable in variables
+        if variable.gradient_from is not None
+    )
+
+
+def _adapter() -> TypeAdapter[Any]:
+    global _ADAPTER  # noqa: PLW0603 - building the validator takes milliseconds and is needed once
+    if _ADAPTER is None:
+        _ADAPTER = TypeAdapter(ModelGraph)
+    return _ADAPTER
+
+
+_ADAPTER: TypeAdapter[Any] | None = None

@@ -1,0 +1,6 @@
+"""ModelGraph + ClusterSpec + Strategy → Plan."""
+
+from offbeat.plan.lower import KERNELS, lower
+from offbeat.plan.model import Message, Piece, Plan, Segment, Task
+
+__all__ = ["KERNELS", "Message", "Piece", "Plan", "Segment", "Task", "lower"]

@@ -1,0 +1,45 @@
+"""ModelGraph + ClusterSpec + Strategy → Plan."""
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
+from offbeat.graph import ModelGraph
+from offbeat.plan.compress import compress
+from offbeat.plan.draft import Draft
+from offbeat.plan.fuse import fuse
+from offbeat.plan.memory import accumulate, recompute
+from offbeat.plan.model import Plan
+from offbeat.plan.partition import partition
+from offbeat.plan.replicate import replicate
+from offbeat.plan.schedule import schedule
+from offbeat.plan.synchronise import synchronise
+from offbeat.strategy import Strategy, check_fits
+
+KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, schedule)
+"""The rewriting kernels in the order in which they are applied; each reads its part of the strategy."""
+
+
+def lower(graph: ModelGraph, cluster: ClusterSpec, strategy: Strategy, rank: int | None = None) -> Plan:
+    """The plan of the whole cluster, or of one rank alone.
+
+    A rank's part needs nothing but these three values, so that every process derives its own (AutoDist §2.3) and all of
+    them agree; it equals `lower(graph, cluster, strategy).for_rank(rank)`.
+    """
+    check_fits(strategy, graph, cluster)
+    draft = Draft(graph, cluster, strategy, rank)
+    for kernel in KERNELS:
+        kernel(draft)
+    if rank is not None and rank not in draft.replicas:
+        raise StrategyError(f"rank {rank} holds no replica; the replicas are on ranks {list(draft.replicas)}")
+    plan = Plan(
+        graph=graph,
+        cluster=cluster,
+        strategy=strategy,
+        replicas=draft.replicas,
+        weights=draft.weights,
+        segments=tuple(draft.segments),
+        messages=tuple(draft.messages),
+        tasks=tuple(draft.tasks),
+        rank=rank,
+    )
+    plan.check()
+    return plan

@@ -1,0 +1,181 @@
+"""Plan: what each rank computes and sends in one step, and in which order.
+
+Messages are what travels: pieces of variables laid one after another. Tasks are the collectives (and optimizer updates)
+that move and apply them, in an issue order that is the same on every rank, so that nothing is negotiated at run time.
+Segments are the compute between two events that communication cares about: the first use of a variable in forward, and
+the completion of a gradient in backward.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from offbeat.cluster import ClusterSpec
+from offbeat.graph import ModelGraph
+from offbeat.graph.coarsen import Segment as GraphSegment
+from offbeat.graph.model import ITEM_BYTES
+from offbeat.strategy import Encoder, Strategy
+from offbeat.strategy.model import Synchronizer
+
+TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(GraphSegment):
+    """A run of operators that no communication event interrupts. Sizes and work are those of one micro-batch."""
+
+    microbatch: int = 0
+    recomputed: bool = False
+
+    def estimate(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """Seconds: measured, or the roofline's."""
+        if self.seconds is not None:
+            return self.seconds
+        return max(self.flops / flops_per_second, self.bytes_moved / bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a variable: (start, stop) along each axis."""
+
+    variable: str
+    box: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces that travel together, in the order in which they lie in the message."""
+
+    index: int
+    group: int | None
+    pieces: tuple[Piece, ...]
+    dtype: str
+    synchronizer: Synchronizer
+    owner: int | None
+    """Rank of the server that applies the update; None if every replica does."""
+    stations: tuple[int, ...]
+    reduction_order: tuple[int, ...]
+    encoder: Encoder
+    staleness: int
+    asynchronous: bool
+    gradient_bytes: int
+    """Encoded bytes of one replica's gradient."""
+    parameter_bytes: int
+    """Bytes that go back from a server to a replica."""
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.elements for piece in self.pieces)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(piece.variable for piece in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One collective on a range of a message, or the update of one message."""
+
+    index: int
+    """Place in the issue order."""
+    kind: TaskKind
+    message: int
+    stage: int
+    start: int
+    stop: int
+    """Range of the message's elements."""
+    ranks: tuple[int, ...]
+    """Participants, in ring order."""
+    root: int | None
+    wire_bytes: int
+    """Encoded bytes that each participant puts in (the root alone, for a broadcast)."""
+    waits_for: tuple[str, ...]
+    """Variables whose gradients must be complete."""
+    after: tuple[int, ...]
+    """Tasks that must have finished on this rank."""
+    delivers: tuple[str, ...]
+    """Variables that are up to date here once every task that delivers them has finished."""
+
+    @property
+    def name(self) -> str:
+        return f"m{self.message}.{self.kind}[{self.start}:{self.stop}]"
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that the busiest participant sends, by the counts of the AutoSync supplement's Eq. 3."""
+        others = len(self.ranks) - 1
+        match self.kind:
+            case "all_reduce":
+                return self.wire_bytes * 2 * others / (others + 1)
+            case "reduce_scatter":
+                return self.wire_bytes * others / (others + 1)
+            case "all_gather":
+                return float(self.wire_bytes * others)
+            case "gather":
+                # The root's link carries what all the others send.
+                return float(self.wire_bytes * others)
+            case "reduce" | "broadcast":
+                return float(self.wire_bytes) if others else 0.0
+            case _:
+                return 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The lowered form of a strategy: of all ranks, or of one (`rank`)."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    strategy: Strategy
+    replicas: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Share of each replica in the average; they sum to 1."""
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...]
+    tasks: tuple[Task, ...]
+    rank: int | None = None
+
+    def for_rank(self, rank: int) -> "Plan":
+        """One rank's part; equal to what `lower(..., rank=rank)` derives alone."""
+        mine = tuple(task for task in self.tasks if rank in task.ranks)
+        known = {task.index for task in mine}
+        tasks = tuple(replace(task, after=tuple(i for i in task.after if i in known)) for task in mine)
+        return replace(self, tasks=tasks, rank=rank)
+
+    def check(self) -> None:
+        """Raises PlanError unless the plan can be executed; see `offbeat.plan.check`."""
+        from offbeat.plan.check import check
+
+        check(self)
+
+    @cached_property
+    def task_at(self) -> dict[int, Task]:
+        """Tasks by their place in the issue order."""
+        return {task.index: task for task in self.tasks}
+
+    @property
+    def communication(self) -> tuple[Task, ...]:
+        """The tasks that use the network."""
+        return tuple(task for task in self.tasks if task.kind != "update")
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that the busiest participants send in one step."""
+        return sum(task.link_bytes for task in self.tasks)
+
+    @property
+    def mode(self) -> Literal["deferred", "barrier"]:
+        return "barrier" if self.strategy.schedule.mode == "barrier" else "deferred"

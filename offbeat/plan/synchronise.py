@@ -1,0 +1,97 @@
+"""Synchroniser: pieces → messages, and for each message the stages that carry it.
+
+Shards of one group number travel together as far as they can: same synchroniser, element type, owner, stations, ring,
+encoder and staleness. Sparse gradients and sufficient factors have a shape of their own and always travel alone.
+"""
+
+from functools import lru_cache
+
+from offbeat.cluster import ClusterSpec
+from offbeat.plan.draft import Draft, Stage
+from offbeat.plan.model import Message, Piece
+from offbeat.strategy import Shard
+
+_ALONE = ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast")
+
+
+def synchronise(draft: Draft) -> None:
+    """Merges pieces into messages in the order in which their gradients become ready, and gives each its stages."""
+    ready = {variable.name: position for position, variable in enumerate(draft.graph.gradient_order)}
+    merged: dict[object, list[tuple[Piece, Shard]]] = {}
+    for number, (piece, shard) in enumerate(draft.pieces):
+        dtype = draft.graph.variable(piece.variable).dtype
+        alone = shard.group is None or shard.synchronizer in _ALONE
+        # Everything but the placement of replicated shards, which is all replicas whether written out or not.
+        signature = (shard.model_copy(update={"placement": (shard.owner,)}), dtype)
+        merged.setdefault(number if alone else signature, []).append((piece, shard))
+    parcels = sorted(merged.values(), key=lambda parcel: max(ready[piece.variable] for piece, _ in parcel))
+    stages_of = lru_cache(maxsize=None)(lambda shard: _stages(shard, draft.replicas, draft.cluster))
+    for index, parcel in enumerate(parcels):
+        shard = parcel[0][1]
+        draft.messages.append(
+            Message(
+                index=index,
+                group=shard.group,
+                pieces=tuple(piece for piece, _ in parcel),
+                dtype=draft.graph.variable(parcel[0][0].variable).dtype,
+                synchronizer=shard.synchronizer,
+                owner=shard.owner,
+                stations=shard.stations,
+                reduction_order=shard.reduction_order,
+                encoder=shard.encoder,
+                staleness=shard.staleness,
+                asynchronous=shard.asynchronous,
+                gradient_bytes=0,
+                parameter_bytes=0,
+            )
+        )
+        draft.stages.append(stages_of(shard))
+
+
+def _stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
+    everyone = ((shard.reduction_order or replicas, None),)
+    applied = Stage("update", ((replicas, None),))
+    match shard.synchronizer:
+        case "all_reduce":
+            return Stage("all_gather" if shard.encoder.gathered else "all_reduce", everyone), applied
+        case "sparse_all_gather" | "factor_broadcast":
+            return Stage("all_gather", everyone), applied
+        case "sharded":
+            return Stage("reduce_scatter", everyone), applied, Stage("all_gather", everyone, returns=True)
+        case _:
+            return _server_stages(shard, replicas, cluster)
+
+
+def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
+    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way."""
+    owner = shard.owner
+    assert owner is not None
+    local = _station_groups(shard.stations, owner, replicas, cluster)
+    through = {rank: station for ranks, station in local for rank in ranks}
+    top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
+    summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
+    up = "reduce" if summed else "gather"
+    stages = [Stage(up, local)] if local else []
+    if len(top) > 1 or not local:
+        stages.append(Stage(up, ((top, owner),)))
+    stages.append(Stage("update", (((owner,), None),)))
+    if len(top) > 1 or not local:
+        stages.append(Stage("broadcast", ((top, owner),), returns=True))
+    if local:
+        stages.append(Stage("broadcast", local, returns=True))
+    return tuple(stages)
+
+
+def _station_groups(
+    stations: tuple[int, ...], owner: int, replicas: tuple[int, ...], cluster: ClusterSpec
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """(ranks, station) of each node with a station and more than one replica; the owner is its own node's station."""
+    on_node: dict[int, list[int]] = {}
+    for rank in replicas:
+        on_node.setdefault(cluster.node_of(rank), []).append(rank)
+    station_of = {cluster.node_of(station): station for station in stations}
+    if cluster.node_of(owner) in station_of:
+        station_of[cluster.node_of(owner)] = owner
+    return tuple(
+        (tuple(on_node[node]), station) for node, station in sorted(station_of.items()) if len(on_node[node]) > 1
+    )

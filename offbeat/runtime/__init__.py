@@ -1,0 +1,1 @@
+"""Plan → training on torch.distributed."""

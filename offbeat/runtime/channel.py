@@ -1,0 +1,153 @@
+"""Ranks in ring order → a queue of collectives among them.
+
+Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts its
+collectives in the order in which they are put in; every rank puts them in in the plan's order.
+"""
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from offbeat.plan import Plan
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Blocks the host (CPU) or the current stream (GPU) until it has ended."""
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+
+
+class Channel:
+    """One process group, whose members are numbered in ring order."""
+
+    def __init__(self, group: Any, ranks: tuple[int, ...], me: int) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.index = ranks.index(me)
+        self.size = len(ranks)
+        self.gloo = group.name() == "gloo"
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self.group.allreduce([tensor])
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Work:
+        options = dist.ReduceOptions()
+        options.rootRank = self.ranks.index(root)
+        return self.group.reduce([tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = self.ranks.index(root)
+        options.rootTensor = 0
+        return self.group.broadcast([tensor], options)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` receives every rank's tensor, in ring order."""
+        return self.group._allgather_base(output, tensor)
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Work:
+        """The root receives every rank's tensor; `outputs` is empty elsewhere."""
+        if not self.gloo:
+            # NCCL has no gather of its own; its all-gather keeps the ring's timing and the result.
+            received = outputs or [torch.empty_like(tensor) for _ in self.ranks]
+            return self.group.allgather([received], [tensor])
+        options = dist.GatherOptions()
+        options.rootRank = self.ranks.index(root)
+        return self.group.gather([outputs] if outputs else [], [tensor], options)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` receives the sum of this rank's equal part of every rank's tensor."""
+        if self.gloo:
+            return _ExchangeAndSum(self.group, output, tensor, self.size)
+        return self.group._reduce_scatter_base(output, tensor)
+
+    def close(self) -> None:
+        self.group.shutdown()
+
+
+class _ExchangeAndSum:
+    """Reduce-scatter for gloo: its own sends a full all-reduce, an all-to-all sends each part once."""
+
+    def __init__(self, group: Any, output: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
+        self.output = output
+        self.parts = torch.empty_like(tensor).view(size, -1)
+        self.work = group.alltoall_base(self.parts.view(-1), tensor, [], [])
+        self.summed = False
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+        if not self.summed:
+            torch.sum(self.parts, dim=0, out=self.output)
+            self.summed = True
+
+
+class Channels:
+    """The channels one rank needs for its part of a plan."""
+
+    def __init__(self, plan: Plan, backend: str, timeout: timedelta, generation: int) -> None:
+        assert plan.rank is not None
+        self.me = plan.rank
+        schedule = plan.strategy.schedule
+        wanted = {(back, ranks) for back, ranks in _wanted(plan) if len(ranks) > 1}
+        everyone = tuple(plan.replicas)
+        self.channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
+        # All ranks open theirs in one global order, so that no two wait for each other.
+        for back, ranks in sorted(wanted | {("control", everyone)}):
+            name = f"offbeat/{generation}/{back}/{'.'.join(map(str, ranks))}"
+            group = _open(backend, name, ranks, self.me, schedule.in_flight, timeout)
+            self.channels[(back, ranks)] = Channel(group, ranks, self.me)
+        self.control = self.channels[("control", everyone)]
+
+    def up(self, ranks: tuple[int, ...]) -> Channel:
+        """For gradients on their way to who applies them."""
+        return self.channels[("up", ranks)]
+
+    def back(self, ranks: tuple[int, ...]) -> Channel:
+        """For parameters on their way back."""
+        return self.channels[("back", ranks)]
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+
+def _wanted(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
+    for task in plan.communication:
+        message = plan.messages[task.message]
+        returns = bool(task.delivers) and message.synchronizer in (
+            "parameter_server",
+            "sparse_parameter_server",
+            "sharded",
+        )
+        yield "back" if returns else "up", task.ranks
+        if returns and message.owner is not None:
+            # Gradients that the training loop reads are published along the same way.
+            yield "back", task.ranks
+
+
+def _open(backend: str, name: str, ranks: tuple[int, ...], me: int, in_flight: int, timeout: timedelta) -> Any:
+    store = dist.PrefixStore(name, _get_default_store())
+    index, size = ranks.index(me), len(ranks)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, index, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = in_flight
+    interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
+    gloo = dist.ProcessGroupGloo
+    options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
+    return gloo(store, index, size, options)

@@ -1,0 +1,270 @@
+"""A model, its optimizer and a plan → the same model and optimizer, training on all ranks.
+
+Model and optimizer stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and
+`isinstance` go on as before.
+"""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.plan import Message, Plan
+from offbeat.runtime.channel import Channels
+from offbeat.runtime.encoders import make_encoder
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.forward import ForwardGate
+from offbeat.runtime.parcels import (
+    EncodedParcel,
+    EncodedServerParcel,
+    FactorParcel,
+    Parcel,
+    ServerParcel,
+    ShardedParcel,
+    SparseParcel,
+    SparseServerParcel,
+)
+from offbeat.runtime.updates import elementwise, per_variable
+
+log = logging.getLogger("offbeat")
+
+_SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
+_generation = 0
+
+
+class DistributedModel:
+    """What distribute() adds to a model's class."""
+
+    _offbeat: "Runtime"
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of backward passes inside stay local and accumulate, as with DDP."""
+        engine = self._offbeat.engine
+        before, engine.sync = engine.sync, False
+        try:
+            yield
+        finally:
+            engine.sync = before
+
+    def flush(self) -> None:
+        """Waits for outstanding updates, so that every parameter holds its newest value."""
+        self._offbeat.engine.settle_all()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        # Whoever walks over the parameters may read them.
+        self._offbeat.engine.settle_all()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def offbeat_mode(self) -> str:
+        """'deferred' or 'barrier'."""
+        return self._offbeat.engine.mode
+
+
+class DistributedOptimizer:
+    """What distribute() adds to an optimizer's class."""
+
+    _offbeat: "Runtime"
+
+    def step(self, closure: Any = None) -> Any:
+        engine = self._offbeat.engine
+        if closure is None:
+            engine.step()
+            return None
+        engine.wanted_mode = "barrier"
+        engine.set_mode("barrier", "step() is given a closure")
+        if not self._offbeat.all_replicated:
+            raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
+        engine.settle_all()
+        result = engine.optimizer_class.step(self, closure)  # type: ignore[arg-type]
+        engine.synced = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._offbeat.engine.zero_grad(set_to_none)
+
+
+class Runtime:
+    """Everything distribute() attaches to a model and an optimizer."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: timedelta) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.optimizer_class = type(optimizer)
+        self.plan = plan
+        self.parameters = _variables(model, plan)
+        _check_optimizer(plan, self.optimizer_class)
+        share_state(model)
+        channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
+        parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)
+        mode, reason = choose_mode(model, optimizer, plan)
+        self.engine = Engine(plan, parcels, self.parameters, optimizer, self.optimizer_class, channels, mode)
+        self.all_replicated = all(parcel.replicated for parcel in parcels)
+        self.gate = ForwardGate(model, self.engine)
+        self._mix_in()
+        if mode == "deferred":
+            self.engine.attach_guards()
+            self.engine.step_hooks.append(self._after_first_step)
+        log.info("offbeat starts in %s mode: %s", mode, reason)
+
+    def _after_first_step(self) -> None:
+        """The first step runs with a barrier while the uses of variables are watched."""
+        engine = self.engine
+        if engine.wanted_mode == "deferred" and self.gate.watched:
+            engine.set_mode("deferred", "updates wait until a module needs them")
+            engine.step_hooks.remove(self._after_first_step)
+
+    def _mix_in(self) -> None:
+        for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
+            target._offbeat = self  # type: ignore[union-attr]
+            target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
+        self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
+        self.optimizer.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
+
+
+def make_parcels(
+    model: torch.nn.Module,
+    plan: Plan,
+    channels: Channels,
+    parameters: dict[str, torch.nn.Parameter],
+    optimizer_class: type[Optimizer],
+) -> list[Parcel]:
+    """One parcel per message, of the kind its synchroniser and encoder ask for."""
+    assert plan.rank is not None
+    share = plan.weights[plan.replicas.index(plan.rank)]
+    return [
+        _make_parcel(model, plan, message, channels, parameters, optimizer_class, share) for message in plan.messages
+    ]
+
+
+def _make_parcel(
+    model: torch.nn.Module,
+    plan: Plan,
+    message: Message,
+    channels: Channels,
+    parameters: dict[str, torch.nn.Parameter],
+    optimizer_class: type[Optimizer],
+    share: float,
+) -> Parcel:
+    common = (message, parameters, channels, plan.rank, share)
+    first = parameters[message.pieces[0].variable]
+    variable = plan.graph.variable(message.pieces[0].variable)
+    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
+    encoder = make_encoder(
+        message.encoder,
+        [piece.shape for piece in message.pieces],
+        first.dtype,
+        first.device,
+        seed=message.index,
+        world=len(plan.replicas),
+        rank=plan.replicas.index(plan.rank or 0),
+    )
+    match message.synchronizer:
+        case "sparse_all_gather":
+            return SparseParcel(variable, densify, *common)
+        case "sparse_parameter_server":
+            return SparseServerParcel(variable, densify, *common)
+        case "factor_broadcast":
+            return FactorParcel(_linear(model, variable.name), variable.factor_rows, *common)
+        case "sharded":
+            slices = [(t.start, t.stop) for t in plan.communication if t.message == message.index and t.stage == 0]
+            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(message.encoder.name)
+            parcel = ShardedParcel(dtype, slices, *common)
+            parcel.bind(next(t.ranks for t in plan.communication if t.message == message.index))
+            return parcel
+        case "parameter_server":
+            return ServerParcel(*common) if encoder is None else EncodedServerParcel(encoder, *common)
+        case _:
+            return Parcel(*common) if encoder is None else EncodedParcel(encoder, *common)  # type: ignore[arg-type]
+
+
+def choose_mode(model: torch.nn.Module, optimizer: Optimizer, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
+    """The mode the strategy asks for, or the best that this model and optimizer allow, and why."""
+    wanted = plan.strategy.schedule.mode
+    if wanted == "barrier":
+        return "barrier", "the strategy asks for it"
+    obstacle = _deferral_obstacle(model, optimizer)
+    if obstacle:
+        if wanted == "deferred":
+            raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
+        return "barrier", obstacle
+    return "deferred", "updates may wait until a module needs them"
+
+
+def _deferral_obstacle(model: torch.nn.Module, optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    if not per_variable(type(optimizer)):
+        return f"optimizer {name} may couple variables"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"optimizer {name} has step hooks"
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        return "the model is compiled"
+    return ""
+
+
+def _check_optimizer(plan: Plan, optimizer_class: type[Optimizer]) -> None:
+    if elementwise(optimizer_class):
+        return
+    for message in plan.messages:
+        if message.synchronizer in ("all_reduce", "sparse_all_gather", "factor_broadcast"):
+            continue
+        whole = all(piece.shape == plan.graph.variable(piece.variable).shape for piece in message.pieces)
+        if message.synchronizer == "sharded" or not whole:
+            raise StrategyError(
+                f"optimizer {optimizer_class.__name__} cannot update pieces of {message.variables[0]!r} separately; "
+                f"use a strategy that keeps variables whole"
+            )
+
+
+def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Parameter]:
+    """The model's trainable parameters by the plan's names, or one sentence that says where they differ."""
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for variable in plan.graph.variables:
+        parameter = found.get(variable.name)
+        if parameter is None:
+            raise StrategyError(
+                f"the model has no trainable parameter {variable.name!r}, which the strategy synchronises"
+            )
+        if tuple(parameter.shape) != variable.shape:
+            raise StrategyError(
+                f"parameter {variable.name!r} has shape {list(parameter.shape)}, "
+                f"the strategy was made for {list(variable.shape)}"
+            )
+    missing = sorted(set(found) - {variable.name for variable in plan.graph.variables})
+    if missing:
+        raise StrategyError(f"the strategy does not know the trainable parameter {missing[0]!r}")
+    return {variable.name: found[variable.name] for variable in plan.graph.variables}
+
+
+def share_state(model: torch.nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.numel():
+                contiguous = tensor.detach().contiguous()
+                dist.broadcast(contiguous, src=0)
+                tensor.copy_(contiguous)
+
+
+def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not isinstance(module, torch.nn.Linear) or attribute != "weight":
+        raise StrategyError(
+            f"factor_broadcast needs the weight of an nn.Linear, {name!r} belongs to {type(module).__name__}"
+        )
+    return module
+
+
+def _next_generation() -> int:
+    """Keeps the channels of several distribute() calls apart; every rank makes the same calls."""
+    global _generation  # noqa: PLW0603 - one count per process is what the shared store needs
+    _generation += 1
+    return _generation

@@ -1,0 +1,415 @@
+"""Plan → synchronous training: gradients go out as they become ready, updates come in before they are needed.
+
+Autograd tells the engine when each gradient is complete. A parcel whose gradients are all complete is loaded, and tasks
+start in the plan's order as far as it is loaded; the order is the same on every rank, so nothing is negotiated. No thread
+of the engine's own takes part: the backend's queue runs the collectives while autograd goes on.
+
+In *barrier* mode `backward()` returns when all gradients are averaged, as with DDP. In *deferred* mode the optimizer's
+`step()` returns at once; each module's next forward waits for its own variables and applies their update (PACE's overlap
+into the next iteration). Both are the same synchronous SGD. A loop that looks at gradients between `backward()` and
+`step()` (clipping, a gradient scaler) sees the averaged ones and moves the engine to barrier mode.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.plan import Plan, Task
+from offbeat.runtime.channel import Channels
+from offbeat.runtime.faults import explain
+from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
+from offbeat.runtime.parcels import Parcel, ShardedParcel, SparseServerParcel, ValueParcel
+from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
+
+log = logging.getLogger("offbeat")
+
+
+class Component:
+    """Parcels that are settled together because they hold parts of the same variables, and the update they allow."""
+
+    def __init__(self, parcels: list[Parcel]) -> None:
+        self.parcels = parcels
+        self.optimizer: UnitOptimizer | None = None
+        """Applies what every replica applies; None if it holds nothing of the kind."""
+        self.unit_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.settled = True
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        return dict.fromkeys(parameter for parcel in self.parcels for parameter in parcel.parameters)
+
+
+class Engine:
+    """Runs one rank's part of a plan on a model and its optimizer."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parcels: list[Parcel],
+        parameters: dict[str, torch.nn.Parameter],
+        optimizer: Optimizer,
+        optimizer_class: type[Optimizer],
+        channels: Channels,
+        mode: Literal["deferred", "barrier"],
+    ) -> None:
+        self.plan = plan
+        self.parcels = parcels
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.optimizer_class = optimizer_class
+        self.channels = channels
+        self.wanted_mode = mode
+        self.mode: Literal["deferred", "barrier"] = "barrier"
+        self.order = [task for task in plan.communication if task.stage == 0]
+        self.tail = [task for task in plan.tasks if task.stage > 0 and not parcels[task.message].replicated]
+        self.sync = True
+        """Off inside no_sync()."""
+        self.steps = 0
+        self.ready_seconds: list[float] = [0.0] * len(parcels)
+        """When each parcel was last complete, after the start of backward."""
+        self._reset_step()
+        self._handles: list[Any] = []
+        self._listen()
+        self.components = self._make_components()
+        self.component_of = {id(p): component for component in self.components for p in component.parameters()}
+        self._make_server_optimizers()
+        self.unsettled = 0
+        """Components whose update is outstanding."""
+        self.zeroing: dict[int, str] = {}
+        """What zero_grad() asked for parameters whose update is outstanding: 'none' or 'zero'."""
+        self.own_access = False
+        """The engine itself reads gradients now."""
+        self.step_hooks: list[Callable[[], None]] = []
+
+    # Set-up
+
+    def _listen(self) -> None:
+        """Hooks that tell when each gradient is complete."""
+        parcels_of: dict[str, list[int]] = {}
+        for message in self.plan.messages:
+            for name in message.variables:
+                parcels_of.setdefault(name, []).append(message.index)
+        self.waits_of = [len(message.variables) for message in self.plan.messages]
+        self.variable_parcels = parcels_of
+        for name, indices in parcels_of.items():
+            parameter = self.parameters[name]
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready_hook(name, indices)))
+
+    def _ready_hook(self, name: str, indices: list[int]) -> Callable[[torch.Tensor], None]:
+        def ready(_: torch.Tensor) -> None:
+            if self.sync:
+                self._gradient_ready(name, indices)
+
+        return ready
+
+    def _make_components(self) -> list[Component]:
+        """Groups parcels that share a variable, so that a variable is updated once, when all its shards are there."""
+        leader = list(range(len(self.parcels)))
+
+        def find(index: int) -> int:
+            while leader[index] != index:
+                leader[index] = leader[leader[index]]
+                index = leader[index]
+            return index
+
+        for indices in self.variable_parcels.values():
+            for index in indices[1:]:
+                leader[find(index)] = find(indices[0])
+        grouped: dict[int, list[Parcel]] = {}
+        for index, parcel in enumerate(self.parcels):
+            grouped.setdefault(find(index), []).append(parcel)
+        components = [Component(parcels) for parcels in grouped.values()]
+        for component in components:
+            self._make_component_optimizer(component)
+        return components
+
+    def _make_component_optimizer(self, component: Component) -> None:
+        groups = group_of(self.optimizer)
+        units: list[Unit] = []
+        whole: dict[int, bool] = {}
+        for parcel in component.parcels:
+            for parameter in parcel.parameters:
+                whole[id(parameter)] = whole.get(id(parameter), True) and parcel.replicated
+        seen: set[int] = set()
+        share = True
+        for parcel in component.parcels:
+            if not parcel.replicated:
+                continue
+            for parameter, view, piece in zip(
+                parcel.parameters, getattr(parcel, "views", [None]), parcel.message.pieces, strict=True
+            ):
+                if id(parameter) not in groups:
+                    continue
+                if whole[id(parameter)]:
+                    if id(parameter) not in seen:
+                        units.append(Unit(parameter, groups[id(parameter)]))
+                        seen.add(id(parameter))
+                else:
+                    # Some shards have an owner: the replicated ones are updated on their own.
+                    box = tuple(slice(start, stop) for start, stop in piece.box)
+                    tensor = torch.nn.Parameter(parameter.data[box])
+                    units.append(Unit(tensor, groups[id(parameter)]))
+                    component.unit_gradients.append((tensor, view))
+                    share = False
+        if units:
+            component.optimizer = UnitOptimizer(self.optimizer, self.optimizer_class, units, share_state=share)
+
+    def _make_server_optimizers(self) -> None:
+        """What this rank owns is updated here, with its own optimizer state."""
+        groups = group_of(self.optimizer)
+        self.owned: dict[int, UnitOptimizer] = {}
+        self.owned_gradients: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for parcel in self.parcels:
+            if parcel.replicated:
+                continue
+            parcel.hold_values()  # type: ignore[attr-defined]
+            units, gradients, share = [], [], True
+            for tensor, place, gradient in parcel.update_units():
+                parameter = parcel.parameters[place]
+                if id(parameter) in groups:
+                    units.append(Unit(tensor, groups[id(parameter)]))
+                    gradients.append((tensor, gradient))
+                    share = share and tensor is parameter
+            if units:
+                index = parcel.message.index
+                self.owned[index] = UnitOptimizer(self.optimizer, self.optimizer_class, units, share_state=share)
+                self.owned_gradients[index] = gradients
+
+    # Backward
+
+    def _reset_step(self) -> None:
+        self.head = 0
+        self.missing = [0] * len(self.parcels)
+        self.ready = [False] * len(self.parcels)
+        self.arrived: set[str] = set()
+        self.in_backward = False
+        self.synced = False
+        self.published = False
+        self.tail_done = 0
+
+    def _gradient_ready(self, name: str, indices: list[int]) -> None:
+        if not self.in_backward:
+            self._begin_backward()
+        if name in self.arrived:
+            return
+        self.arrived.add(name)
+        for index in indices:
+            self.missing[index] -= 1
+            if not self.missing[index]:
+                self._parcel_ready(index)
+
+    def _begin_backward(self) -> None:
+        if self.unsettled:
+            self.settle_all()
+        if self.synced:
+            self.finish_gradients()
+            self.publish_gradients()
+        self._reset_step()
+        self.missing = list(self.waits_of)
+        self.in_backward = True
+        self.began = time.perf_counter()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _parcel_ready(self, index: int) -> None:
+        self.parcels[index].load()
+        self.ready[index] = True
+        self.ready_seconds[index] = time.perf_counter() - self.began
+        order, ready = self.order, self.ready
+        while self.head < len(order) and ready[order[self.head].message]:
+            task = order[self.head]
+            self.parcels[task.message].start(task)
+            self.head += 1
+
+    def _end_backward(self) -> None:
+        """Variables that got no gradient contribute nothing, so that the others' messages can go."""
+        for index, missing in enumerate(self.missing):
+            if missing:
+                self.missing[index] = 0
+                self._parcel_ready(index)
+        self.in_backward = False
+        self.synced = True
+        if self.mode == "barrier":
+            self.finish_gradients()
+
+    def finish_gradients(self) -> None:
+        """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
+        for parcel in self.parcels:
+            if parcel.replicated and parcel.loaded:
+                with explain(self.plan, parcel):
+                    parcel.finish()
+
+    def publish_gradients(self) -> None:
+        """Also for what has an owner: its averaged gradient goes to every replica."""
+        if self.published or not self.tail:
+            return
+        self.published = True
+        self._run_tail(gradients_only=True)
+        for parcel in self.parcels:
+            if isinstance(parcel, ValueParcel) and parcel.loaded:
+                with explain(self.plan, parcel):
+                    if isinstance(parcel, ShardedParcel):
+                        parcel.settle_parts()
+                    parcel.publish([t for t in self.tail if t.message == parcel.message.index and t.delivers])
+            elif isinstance(parcel, SparseServerParcel):
+                raise RuntimeError("gradients of a sparse parameter server cannot be read by the training loop")
+
+    # Step
+
+    def step(self) -> None:
+        """Applies the averaged gradients: now (barrier), or as each module needs them (deferred)."""
+        if not self.synced:
+            if self.unsettled:
+                self.settle_all()
+            self._step_without_sync()
+            return
+        self.steps += 1
+        if self.mode == "barrier":
+            self.finish_gradients()
+        for component in self.components:
+            if component.optimizer is not None:
+                component.optimizer.refresh()
+            component.settled = False
+        self.unsettled = len(self.components)
+        self._run_tail()
+        self._reset_step()
+        if self.mode == "barrier":
+            self.settle_all()
+        for hook in self.step_hooks:
+            hook()
+
+    def _step_without_sync(self) -> None:
+        """step() without a synchronised backward before it: the user's optimizer decides what that means."""
+        self.own_access = True
+        try:
+            self.optimizer_class.step(self.optimizer)
+        finally:
+            self.own_access = False
+
+    def _run_tail(self, gradients_only: bool = False) -> None:
+        """The tasks after the first of each message: further reductions, owners' updates, parameters on their way back."""
+        for position, task in enumerate(self.tail):
+            returning = task.kind == "update" or bool(task.delivers)
+            if position < self.tail_done or (gradients_only and returning):
+                continue
+            if self.published and not returning and not gradients_only:
+                continue
+            parcel = self.parcels[task.message]
+            with explain(self.plan, parcel, task):
+                for before in task.after:
+                    parcel.wait(before)
+                self._run_tail_task(parcel, task)
+
+    def _run_tail_task(self, parcel: Parcel, task: Task) -> None:
+        if task.kind == "update":
+            self._update_owned(parcel)
+        elif task.delivers:
+            parcel.start_return(task)  # type: ignore[attr-defined]
+        else:
+            parcel.start(task)
+
+    def _update_owned(self, parcel: Parcel) -> None:
+        optimizer = self.owned.get(parcel.message.index)
+        if isinstance(parcel, ShardedParcel):
+            parcel.take_published() if self.published else parcel.settle_parts()
+        if optimizer is None:
+            return
+        if isinstance(parcel, SparseServerParcel):
+            gradients = [(parcel.unit, parcel.collect())]
+        else:
+            gradients = self.owned_gradients[parcel.message.index]
+        optimizer.refresh()
+        self._apply(optimizer, gradients)
+
+    def _apply(self, optimizer: UnitOptimizer, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.own_access = True
+        try:
+            for tensor, gradient in gradients:
+                set_gradient(tensor, gradient)
+            optimizer.step()
+        finally:
+            self.own_access = False
+
+    def settle(self, component: Component) -> None:
+        """Waits for one component and applies its update."""
+        if component.settled:
+            return
+        component.settled = True
+        self.unsettled -= 1
+        for parcel in component.parcels:
+            with explain(self.plan, parcel):
+                if not parcel.replicated:
+                    parcel.receive()  # type: ignore[attr-defined]
+                elif parcel.loaded:
+                    parcel.finish()
+        if component.optimizer is not None:
+            self._apply(component.optimizer, component.unit_gradients)
+        for parameter in component.parameters():
+            zeroing = self.zeroing.get(id(parameter))
+            if zeroing == "none":
+                set_gradient(parameter, None)
+            elif zeroing == "zero":
+                gradient = raw_gradient(parameter)
+                if gradient is not None:
+                    gradient.detach_().zero_()
+
+    def settle_all(self) -> None:
+        """Waits for everything outstanding, so that parameters are up to date."""
+        if not self.unsettled:
+            return
+        for component in self.components:
+            self.settle(component)
+        self.zeroing.clear()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets gradients: those still needed for an outstanding update are forgotten once it is applied."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                component = self.component_of.get(id(parameter))
+                if component is not None and not component.settled:
+                    self.zeroing[id(parameter)] = "none" if set_to_none else "zero"
+                elif set_to_none:
+                    set_gradient(parameter, None)
+                else:
+                    gradient = raw_gradient(parameter)
+                    if gradient is not None:
+                        gradient.detach_().zero_()
+
+    # Modes
+
+    def gradient_read(self, parameter: torch.nn.Parameter) -> None:
+        """Somebody reads `parameter.grad`: it must be the average, and later steps should not defer."""
+        if self.own_access or self.in_backward:
+            return
+        component = self.component_of.get(id(parameter))
+        if component is not None and not component.settled:
+            for parcel in component.parcels:
+                if parcel.replicated and parcel.loaded:
+                    parcel.finish()
+            return
+        if self.synced:
+            self.finish_gradients()
+            self.publish_gradients()
+            if self.mode == "deferred":
+                self.set_mode("barrier", "the training loop reads gradients before step()")
+                self.wanted_mode = "barrier"
+
+    def set_mode(self, mode: Literal["deferred", "barrier"], reason: str) -> None:
+        if mode != self.mode:
+            self.mode = mode
+            log.info("offbeat runs in %s mode: %s", mode, reason)
+
+    def attach_guards(self) -> None:
+        for parameter in self.parameters.values():
+            guard(parameter, self)
+
+    def detach(self) -> None:
+        """Takes every hook and guard off the model again."""
+        self.settle_all()
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self.parameters.values():
+            unguard(parameter)
+        self.channels.close()

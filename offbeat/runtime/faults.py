@@ -1,0 +1,61 @@
+"""An error of the communication backend → one that names the task and the ranks it was waiting for."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from offbeat.plan import Plan, Task
+
+if TYPE_CHECKING:
+    from offbeat.runtime.parcels import Parcel
+
+GRACE = timedelta(seconds=3)
+"""How long a rank that met a fault waits for the others to say that they are alive."""
+
+
+class WorkerLost(RuntimeError):
+    """Another rank died or stopped answering."""
+
+
+@contextmanager
+def explain(plan: Plan, parcel: "Parcel", task: Task | None = None) -> Generator[None, None, None]:
+    """Turns a backend error into WorkerLost, naming the task, its variables and the ranks that gave no sign of life."""
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except RuntimeError as error:
+        waiting = task or next((t for t in plan.tasks if t.index in parcel.works), None)
+        waiting = waiting or next(t for t in plan.tasks if t.message == parcel.message.index)
+        raise WorkerLost(_sentence(plan, parcel, waiting, error)) from error
+
+
+def _sentence(plan: Plan, parcel: "Parcel", task: Task, error: Exception) -> str:
+    silent = _silent_ranks(plan)
+    who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
+    names = ", ".join(parcel.message.variables[:3]) + (", …" if len(parcel.message.variables) > 3 else "")
+    cause = " ".join(str(error).split())[:200]
+    return f"rank {plan.rank} was waiting for task {task.name} ({names}) with ranks {list(task.ranks)}: {who} ({cause})"
+
+
+def _silent_ranks(plan: Plan) -> list[int]:
+    """Ranks that do not report the fault themselves within the grace time."""
+    if not dist.is_initialized():
+        return []
+    try:
+        store = dist.PrefixStore("offbeat/faults", _get_default_store())
+        store.set(f"{plan.rank}", "alive")
+    except RuntimeError:
+        # The store lives on rank 0 unless a launcher holds it.
+        return [0] if plan.rank != 0 else []
+    silent = []
+    for rank in plan.replicas:
+        try:
+            store.wait([f"{rank}"], GRACE)
+        except RuntimeError:
+            silent.append(rank)
+    return silent

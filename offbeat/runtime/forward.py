@@ -1,0 +1,123 @@
+"""Model → hooks that make each module wait for its own variables, and no others.
+
+Which module uses a variable first is not always the one that owns it (attention modules read their projections' weights
+themselves), so the first training step is watched: a torch-function mode sees every call that is given a parameter, and
+the innermost module running at that moment is the one that must wait. Owners wait as well, should a later step take
+another path.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from offbeat.runtime.engine import Component, Engine
+
+
+class FirstUses(TorchFunctionMode):
+    """Remembers the innermost running module at the first use of each parameter."""
+
+    def __init__(self, parameters: dict[int, str]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.running: list[torch.nn.Module] = []
+        self.first: dict[str, torch.nn.Module | None] = {}
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for value in _tensors(args, 2):
+            name = self.parameters.get(id(value))
+            if name is not None and name not in self.first:
+                self.first[name] = self.running[-1] if self.running else None
+        for value in _tensors(tuple((kwargs or {}).values()), 2):
+            name = self.parameters.get(id(value))
+            if name is not None and name not in self.first:
+                self.first[name] = self.running[-1] if self.running else None
+        return function(*args, **(kwargs or {}))
+
+
+class ForwardGate:
+    """Holds each module's forward back until its variables are up to date."""
+
+    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        self.model = model
+        self.engine = engine
+        self.names = {id(parameter): name for name, parameter in engine.parameters.items()}
+        self.watching: FirstUses | None = None
+        self.watched = False
+        self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
+        self.before_forward: list[Callable[[], None]] = []
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._enter_model, prepend=True),
+            model.register_forward_hook(self._leave_model, always_call=True),
+        ]
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._add_wait(module, parameter)
+
+    def _add_wait(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
+        component = self.engine.component_of.get(id(parameter))
+        if component is None:
+            return
+        if module not in self.waits:
+            self.waits[module] = {}
+            self._handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
+        self.waits[module][component] = None
+
+    def _wait_hook(self, components: dict[Component, None]) -> Callable[..., None]:
+        engine = self.engine
+
+        def wait(*_: Any) -> None:
+            if engine.unsettled:
+                for component in components:
+                    if not component.settled:
+                        engine.settle(component)
+
+        return wait
+
+    def _enter_model(self, *_: Any) -> None:
+        for action in self.before_forward:
+            action()
+        engine = self.engine
+        if engine.synced and not engine.in_backward and torch.is_grad_enabled():
+            # A second forward before step(): gradients accumulate on top of the averaged ones.
+            engine.finish_gradients()
+            engine.publish_gradients()
+        if not self.watched and self.model.training and torch.is_grad_enabled():
+            self._start_watching()
+
+    def _start_watching(self) -> None:
+        watching = self.watching = FirstUses(self.names)
+        self._watch_handles: list[Any] = []
+        for module in self.model.modules():
+            self._watch_handles.append(
+                module.register_forward_pre_hook(lambda m, *_: watching.running.append(m), prepend=True)
+            )
+            self._watch_handles.append(
+                module.register_forward_hook(lambda *_: watching.running.pop() and None, always_call=True)
+            )
+        watching.running.append(self.model)
+        watching.__enter__()
+
+    def _leave_model(self, *_: Any) -> None:
+        if self.watching is None:
+            return
+        watching, self.watching = self.watching, None
+        watching.__exit__(None, None, None)
+        for handle in self._watch_handles:
+            handle.remove()
+        self.watched = True
+        for name, parameter in self.engine.parameters.items():
+            self._add_wait(watching.first.get(name) or self.model, parameter)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _tensors(values: tuple, depth: int) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, (tuple, list)):
+            yield from _tensors(tuple(value), depth - 1)

@@ -1,0 +1,41 @@
+"""Graph + cluster + options → Strategy: one module per known system, each registered under its own name."""
+
+from offbeat.strategy.builders import (
+    all_reduce,
+    byteps,
+    ddp,
+    hierarchical_ps,
+    horovod,
+    overlap,
+    parallax,
+    partitioned_all_reduce,
+    partitioned_ps,
+    poseidon,
+    ps,
+    ps_load_balanced,
+    random_axis_all_reduce,
+    sharded,
+    tictac,
+    uneven_partitioned_ps,
+    wfbp,
+)
+
+__all__ = [
+    "all_reduce",
+    "byteps",
+    "ddp",
+    "hierarchical_ps",
+    "horovod",
+    "overlap",
+    "parallax",
+    "partitioned_all_reduce",
+    "partitioned_ps",
+    "poseidon",
+    "ps",
+    "ps_load_balanced",
+    "random_axis_all_reduce",
+    "sharded",
+    "tictac",
+    "uneven_partitioned_ps",
+    "wfbp",
+]

@@ -1,0 +1,190 @@
+"""Options, variables and servers → the pieces that several builders share."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
+from typing import cast, get_args
+
+from pydantic import ValidationError
+
+from offbeat import files
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
+from offbeat.graph import ModelGraph, Variable
+from offbeat.strategy.model import Encoder, EncoderName, Shard, Synchronizer, VariableConfig
+from offbeat.units import parse_bytes
+
+SPARSE_ALL_GATHER = VariableConfig(shards=(Shard(synchronizer="sparse_all_gather"),))
+"""What all-reduce systems do with a sparse gradient: every rank receives every rank's rows."""
+
+
+def trained(graph: ModelGraph) -> tuple[Variable, ...]:
+    """The variables that get a gradient, in forward order."""
+    return tuple(variable for variable in graph.variables if variable.gradient_from is not None)
+
+
+def in_forward_order(graph: ModelGraph, configs: Mapping[str, VariableConfig]) -> dict[str, VariableConfig]:
+    """The same configurations in the model's order, so that strategies of different builders compare line by line."""
+    return {variable.name: configs[variable.name] for variable in graph.variables if variable.name in configs}
+
+
+def fused(
+    messages: Iterable[Sequence[Variable]],
+    synchronizer: Synchronizer = "all_reduce",
+    encoder: Encoder | None = None,
+) -> dict[str, VariableConfig]:
+    """Whole variables, one group per message."""
+    return {
+        variable.name: VariableConfig(
+            shards=(Shard(synchronizer=synchronizer, group=number, encoder=encoder or Encoder()),)
+        )
+        for number, members in enumerate(messages)
+        for variable in members
+    }
+
+
+def chunks(variables: Sequence[Variable], chunk: int) -> list[list[Variable]]:
+    """Every `chunk` adjacent variables in one message; a chunk of several dtypes makes one message for each."""
+    messages: dict[tuple[int, str], list[Variable]] = {}
+    for position, variable in enumerate(variables):
+        messages.setdefault((position // chunk, variable.dtype), []).append(variable)
+    return list(messages.values())
+
+
+def size_buckets(variables: Iterable[Variable], limits: Sequence[int]) -> list[list[Variable]]:
+    """torch's `_compute_bucket_assignment_by_size`: a bucket closes once it has reached its limit in bytes.
+
+    Each dtype fills its own bucket; its n-th bucket has the n-th limit, and the last limit serves for all later ones.
+    """
+    closed: list[list[Variable]] = []
+    filling: dict[str, list[Variable]] = {}
+    filled_bytes: Counter[str] = Counter()
+    closed_count: Counter[str] = Counter()
+    for variable in variables:
+        dtype = variable.dtype
+        filling.setdefault(dtype, []).append(variable)
+        filled_bytes[dtype] += variable.bytes
+        if filled_bytes[dtype] >= limits[min(closed_count[dtype], len(limits) - 1)]:
+            closed.append(filling.pop(dtype))
+            closed_count[dtype] += 1
+            filled_bytes[dtype] = 0
+    return closed + list(filling.values())
+
+
+def rows(variable: Variable) -> int:
+    """Length of axis 0; 1 for a scalar and for an empty tensor, which cannot be cut."""
+    return variable.shape[0] if variable.elements and variable.shape else 1
+
+
+def row_partition(variable: Variable, parts: int) -> tuple[int, ...]:
+    """Partition vector that cuts axis 0 only; () where there is nothing to cut."""
+    return (parts, *(1 for _ in variable.shape[1:])) if parts > 1 else ()
+
+
+def even_lengths(length: int, parts: int) -> list[int]:
+    """Lengths of the shards of an axis that is cut as evenly as whole elements allow."""
+    return [length // parts + (part < length % parts) for part in range(parts)]
+
+
+def parts_within(variable: Variable, limit_bytes: int) -> int:
+    """The fewest row shards of which none exceeds the limit; a row that does stays whole."""
+    rows_per_shard = max(1, limit_bytes * rows(variable) // max(1, variable.bytes))
+    return math.ceil(rows(variable) / rows_per_shard)
+
+
+def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
+    """'nodes': the first rank of each node; 'ranks': every rank."""
+    if servers == "nodes":
+        return tuple(cluster.ranks_of(node)[0] for node in range(len(cluster.nodes)))
+    if servers == "ranks":
+        return tuple(range(cluster.world_size))
+    raise StrategyError(f"servers: {servers!r} is neither 'nodes' nor 'ranks'")
+
+
+class ServerLoads:
+    """Bytes placed on each server so far; the next shard goes where the least time's worth of them lies.
+
+    Speeds are relative: without them every server counts alike, which is AutoDist's load balancing (§3.1, TF-PS-LB).
+    """
+
+    def __init__(self, servers: Sequence[int], speeds: Mapping[int, float] | None = None) -> None:
+        self.speeds = speeds or dict.fromkeys(servers, 1.0)
+        self.bytes = dict.fromkeys(servers, 0)
+
+    def least(self, count: int) -> list[int]:
+        """The `count` least loaded servers, lightest first; they are named again once all have been."""
+        order = sorted(self.bytes, key=lambda rank: self.bytes[rank] / self.speeds[rank])
+        return list(islice(cycle(order), count))
+
+    def place(self, variable: Variable, parts: int = 1, stations: tuple[int, ...] = ()) -> VariableConfig:
+        """The variable in `parts` row shards of even size, each on one of the least loaded servers."""
+        return self.place_lengths(variable, even_lengths(rows(variable), parts), self.least(parts), stations)
+
+    def place_lengths(
+        self, variable: Variable, lengths: Sequence[int], owners: Sequence[int], stations: tuple[int, ...] = ()
+    ) -> VariableConfig:
+        """The variable in row shards of these lengths, each on its owner."""
+        row_bytes = variable.bytes // max(1, rows(variable))
+        for owner, length in zip(owners, lengths, strict=True):
+            self.bytes[owner] += length * row_bytes
+        partition = row_partition(variable, len(lengths))
+        even = list(lengths) == even_lengths(sum(lengths), len(lengths))
+        cuts = tuple(sum(lengths[: part + 1]) for part in range(len(lengths) - 1))
+        return VariableConfig(
+            partition=partition,
+            cuts=() if even else (cuts, *(() for _ in partition[1:])),
+            shards=tuple(_server_shard(variable, owner, stations) for owner in owners),
+        )
+
+
+def _server_shard(variable: Variable, owner: int, stations: tuple[int, ...]) -> Shard:
+    if variable.sparse:
+        return Shard(synchronizer="sparse_parameter_server", placement=(owner,))
+    return Shard(synchronizer="parameter_server", placement=(owner,), stations=stations)
+
+
+def shards_for(variable: Variable, threshold: int, servers: int, max_shards: int | None) -> int:
+    """AutoDist's PS builder (§3.1): a variable above the threshold makes one shard per server, others none."""
+    if variable.bytes <= threshold:
+        return 1
+    return min(servers, rows(variable), max_shards or servers)
+
+
+def count_option(name: str, value: object, minimum: int = 1) -> int:
+    """A whole number of at least `minimum`, or one sentence that names the option."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise StrategyError(f"{name}: {value!r} is not a whole number of at least {minimum}")
+    return value
+
+
+def optional_count(name: str, value: object) -> int | None:
+    return None if value is None else count_option(name, value)
+
+
+def bytes_option(name: str, value: str | float, minimum: int = 1) -> int:
+    """A size of at least `minimum` bytes, or one sentence that names the option."""
+    size = parse_bytes(value, name)
+    if size < minimum:
+        raise StrategyError(f"{name}: {value!r} is less than {minimum} bytes")
+    return size
+
+
+def encoder_option(value: object) -> Encoder:
+    """An Encoder, or the name of one that needs no further options."""
+    if isinstance(value, Encoder):
+        return value
+    if value not in get_args(EncoderName):
+        raise StrategyError(f"encoder: {value!r} is neither an Encoder nor one of {', '.join(get_args(EncoderName))}")
+    try:
+        return Encoder(name=cast(EncoderName, value))
+    except ValidationError as error:
+        raise StrategyError(f"encoder: {files.first_problem(error)}; pass an Encoder instead of its name") from None
+
+
+def smallest_divisor(length: int) -> int:
+    """The smallest divisor of at least 2; the length itself where it is prime or 1."""
+    for divisor in range(2, math.isqrt(length) + 1):
+        if length % divisor == 0:
+            return divisor
+    return length

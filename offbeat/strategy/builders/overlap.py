@@ -1,0 +1,38 @@
+"""Offbeat's own starting point → balanced messages, cut into slices, most urgent first, updates deferred."""
+
+from offbeat.cluster import ClusterSpec
+from offbeat.graph import ModelGraph
+from offbeat.strategy.builders._common import (
+    SPARSE_ALL_GATHER,
+    bytes_option,
+    fused,
+    in_forward_order,
+    size_buckets,
+    trained,
+)
+from offbeat.strategy.model import Schedule, Strategy
+from offbeat.strategy.registry import register_builder
+
+
+@register_builder("overlap")
+def build(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    bucket: str | float = "1MiB",
+    slice_bytes: str | float = "2MiB",
+    in_flight: int = 2,
+) -> Strategy:
+    """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
+
+    Gradients are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
+    ones do not cost a collective each; longer messages are cut into slices, so that an urgent one waits for one slice at
+    the most.
+    """
+    dense = [variable for variable in graph.gradient_order if not variable.sparse]
+    configs = fused(size_buckets(dense, (bytes_option("bucket", bucket),)))
+    configs |= {variable.name: SPARSE_ALL_GATHER for variable in trained(graph) if variable.sparse}
+    schedule = Schedule(
+        policy="priority", slice_bytes=bytes_option("slice_bytes", slice_bytes, minimum=1024), in_flight=in_flight
+    )
+    return Strategy(variables=in_forward_order(graph, configs), schedule=schedule)

@@ -1,0 +1,302 @@
+"""Strategy: how each variable is synchronised, how the step is scheduled, and how operators are split.
+
+The two-level representation of AutoDist §2.2 (graph level, and per variable with a configuration per shard), with
+PACE's schedule, dPRO's memory and fusion decisions and TensorOpt's operator splits beside it. Frozen data: builders and
+searches make strategies, `offbeat.lower` reads them. As JSON only what differs from the defaults is written, one
+variable a line group, so that a diff of two strategies reads well.
+"""
+
+import json
+import math
+from itertools import pairwise
+from os import PathLike
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from offbeat import files
+from offbeat.errors import StrategyError
+
+FORMAT: Final = 1
+
+Synchronizer = Literal[
+    "all_reduce",
+    "parameter_server",
+    "sharded",
+    "sparse_all_gather",
+    "sparse_parameter_server",
+    "factor_broadcast",
+]
+EncoderName = Literal["none", "fp16", "bf16", "topk", "randomk", "sign", "int8", "powersgd"]
+Rank = Annotated[int, Field(ge=0)]
+SERVERS = ("parameter_server", "sparse_parameter_server")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Encoder(_Frozen):
+    """How a message is encoded before it goes on the wire. Lossy ones change the training; none is ever the default."""
+
+    name: EncoderName = "none"
+    ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the elements that topk and randomk keep."""
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Rank of PowerSGD's approximation."""
+    error_feedback: bool | None = None
+    """Adds what was lost to the next step's gradient; None means yes for every encoder but fp16 and bf16."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "Encoder":
+        if (self.ratio is not None) != (self.name in ("topk", "randomk")):
+            need = "needs a ratio" if self.ratio is None else "takes no ratio"
+            raise StrategyError(f"encoder {self.name!r} {need}")
+        if (self.rank is not None) != (self.name == "powersgd"):
+            need = "needs a rank" if self.rank is None else "takes no rank"
+            raise StrategyError(f"encoder {self.name!r} {need}")
+        return self
+
+    @property
+    def feedback(self) -> bool:
+        if self.error_feedback is not None:
+            return self.error_feedback and self.name != "none"
+        return self.name not in ("none", "fp16", "bf16")
+
+    @property
+    def gathered(self) -> bool:
+        """Encoded messages cannot be summed on the way, so every rank receives all of them."""
+        return self.name in ("topk", "sign", "int8")
+
+    @property
+    def sliceable(self) -> bool:
+        """A message can be cut anywhere without changing what is encoded."""
+        return self.name in ("none", "fp16", "bf16")
+
+
+class Shard(_Frozen):
+    """How one shard of a variable is synchronised."""
+
+    synchronizer: Synchronizer = "all_reduce"
+    placement: tuple[Rank, ...] = ()
+    """Ranks that hold the shard: one for a parameter server (its owner); () is every replica."""
+    stations: tuple[Rank, ...] = ()
+    """Transfer stations of a hierarchical server: replicas on a station's node reduce to it first."""
+    reduction_order: tuple[Rank, ...] = ()
+    """Order of the ranks in the ring; () is ascending."""
+    group: Annotated[int, Field(ge=0)] | None = None
+    """Shards of one number and of one kind travel in one message; None travels alone."""
+    encoder: Encoder = Encoder()
+    staleness: Annotated[int, Field(ge=0)] = 0
+    """The fastest replica may be this many steps ahead of the slowest."""
+    asynchronous: bool = False
+    """No bound at all: a server applies each replica's gradient as it comes."""
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> "Shard":
+        kind = self.synchronizer
+        if kind in SERVERS and len(self.placement) != 1:
+            raise StrategyError(f"a {kind} shard is placed on one rank, its owner, not on {list(self.placement)}")
+        if self.stations and kind != "parameter_server":
+            raise StrategyError(f"stations {list(self.stations)} belong to a parameter_server shard, not to {kind}")
+        if self.asynchronous and kind not in SERVERS:
+            raise StrategyError(f"an asynchronous shard needs a parameter server, not {kind}")
+        if self.encoder.name != "none" and kind in ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast"):
+            raise StrategyError(f"a {kind} shard takes no encoder, not {self.encoder.name!r}")
+        if kind == "sharded" and not self.encoder.sliceable:
+            raise StrategyError(f"a sharded shard takes the encoders none, fp16 and bf16, not {self.encoder.name!r}")
+        for field in ("placement", "stations", "reduction_order"):
+            ranks = getattr(self, field)
+            if len(set(ranks)) != len(ranks):
+                raise StrategyError(f"{field} {list(ranks)} names a rank twice")
+        return self
+
+    @property
+    def owner(self) -> int | None:
+        """The server's rank, for server shards."""
+        return self.placement[0] if self.synchronizer in SERVERS else None
+
+
+class VariableConfig(_Frozen):
+    """A variable's partition vector (AutoDist's p_i) and the configuration of each of its shards."""
+
+    partition: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Number of shards along each axis; () keeps the variable whole."""
+    cuts: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = ()
+    """Where each axis is cut, for shards of chosen sizes; () cuts as evenly as whole elements allow."""
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)] = (Shard(),)
+    """One per shard in row-major order, or a single one that serves for all."""
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> "VariableConfig":
+        count = self.shard_count
+        if len(self.shards) not in (1, count):
+            raise StrategyError(
+                f"partition {list(self.partition)} makes {count} shards, but {len(self.shards)} are given"
+            )
+        if self.cuts:
+            if len(self.cuts) != len(self.partition):
+                raise StrategyError(
+                    f"cuts are given for {len(self.cuts)} axes, the partition has {len(self.partition)}"
+                )
+            for axis, (cuts, parts) in enumerate(zip(self.cuts, self.partition, strict=True)):
+                if len(cuts) != parts - 1:
+                    raise StrategyError(f"axis {axis} is cut {len(cuts)} times, {parts} shards need {parts - 1} cuts")
+                if any(a >= b for a, b in pairwise(cuts)):
+                    raise StrategyError(f"cuts {list(cuts)} of axis {axis} make overlapping shards; they must ascend")
+        return self
+
+    @property
+    def shard_count(self) -> int:
+        return math.prod(self.partition)
+
+    def shard(self, index: int) -> Shard:
+        return self.shards[0] if len(self.shards) == 1 else self.shards[index]
+
+
+class Slice(_Frozen):
+    """A range of elements of one group's message."""
+
+    group: Annotated[int, Field(ge=0)]
+    start: Annotated[int, Field(ge=0)]
+    stop: Annotated[int, Field(ge=1)]
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "Slice":
+        if self.stop <= self.start:
+            raise StrategyError(f"slice {self.start}:{self.stop} of group {self.group} is empty")
+        return self
+
+
+class Schedule(_Frozen):
+    """When messages are issued."""
+
+    policy: Literal["fifo", "priority", "explicit"] = "fifo"
+    """fifo: as gradients become ready; priority: what the next forward needs first, among what is ready; explicit:
+    exactly `order`."""
+    slice_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
+    in_flight: Annotated[int, Field(ge=1, le=64)] = 2
+    """Collectives under way at once."""
+    credit_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Bytes under way at once (ByteScheduler's credit); None sets no limit."""
+    mode: Literal["auto", "deferred", "barrier"] = "auto"
+    """deferred: the next forward waits per module; barrier: the optimizer's step waits for everything; auto: deferred
+    where the training loop allows it."""
+    order: tuple[Slice, ...] = ()
+    """Issue order of an explicit schedule; every group's message is covered once."""
+
+    @model_validator(mode="after")
+    def _order_fits(self) -> "Schedule":
+        if bool(self.order) != (self.policy == "explicit"):
+            need = "needs" if self.policy == "explicit" else "takes no"
+            raise StrategyError(f"the {self.policy} schedule {need} order")
+        reached: dict[int, list[tuple[int, int]]] = {}
+        for item in self.order:
+            reached.setdefault(item.group, []).append((item.start, item.stop))
+        for group, ranges in reached.items():
+            ranges.sort()
+            for (_, stop), (start, later) in pairwise(ranges):
+                if start < stop:
+                    raise StrategyError(f"overlapping slices of group {group}: {start}:{later} begins before {stop}")
+        return self
+
+
+TensorMap = tuple[Annotated[int, Field(ge=-1)], ...]
+
+
+class OperatorConfig(_Frozen):
+    """How one operator is split over devices (TensorOpt §2.1)."""
+
+    mesh: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    """Logical arrangement of the devices, such as (4,) or (2, 2)."""
+    inputs: tuple[TensorMap, ...] = ()
+    """For each input, the mesh axis that splits each of its axes; -1 does not split it."""
+    outputs: tuple[TensorMap, ...] = ()
+    keep: Literal["before", "after", "both"] = "both"
+    """Which copies of a re-scheduled tensor stay for backward."""
+
+    @model_validator(mode="after")
+    def _maps_fit(self) -> "OperatorConfig":
+        for tensor_map in self.inputs + self.outputs:
+            used = [axis for axis in tensor_map if axis >= 0]
+            if len(set(used)) != len(used) or any(axis >= len(self.mesh) for axis in used):
+                raise StrategyError(f"tensor map {list(tensor_map)} does not fit mesh {list(self.mesh)}")
+        return self
+
+
+class Strategy(_Frozen):
+    """Everything that distinguishes one way of running a step from another."""
+
+    format: Literal[1] = FORMAT
+    name: str = "custom"
+    """The builder or search that made it."""
+    model: str = ""
+    graph: str = ""
+    """Signature of the graph it was made for; '' fits any graph with these variables."""
+    cluster: str = ""
+    """Digest of the cluster it was made for; '' fits any cluster with these ranks."""
+    replicas: tuple[Rank, ...] = ()
+    """Ranks that hold a replica of the graph; () is every rank of the cluster."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Share of each replica in the average, for replicas with unequal batches; () is equal shares."""
+    accumulation: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches whose gradients are summed before they are synchronised."""
+    recompute: tuple[str, ...] = ()
+    """Modules whose activations are computed again in backward instead of being kept."""
+    fusion: tuple[tuple[str, ...], ...] = ()
+    """Regions of modules that are compiled into one operator each."""
+    schedule: Schedule = Schedule()
+    variables: dict[str, VariableConfig] = {}
+    """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
+    operators: dict[str, OperatorConfig] = {}
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> "Strategy":
+        if len(set(self.replicas)) != len(self.replicas):
+            raise StrategyError(f"replicas {list(self.replicas)} name a rank twice")
+        if self.weights and self.replicas and len(self.weights) != len(self.replicas):
+            raise StrategyError(f"{len(self.weights)} weights are given for {len(self.replicas)} replicas")
+        return self
+
+    def config(self, variable: str) -> VariableConfig:
+        return self.variables.get(variable, _DEFAULT_CONFIG)
+
+    @property
+    def digest(self) -> str:
+        # Not cached: pydantic's model_copy would carry the old value over to the changed copy.
+        return files.digest(self.model_dump(mode="json", exclude_defaults=True))
+
+    def to_json(self) -> str:
+        content = self.model_dump(mode="json", exclude_defaults=True)
+        return json.dumps({"format": self.format, **content}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, content: bytes | str, origin: str = "strategy") -> "Strategy":
+        """Validates everything; the error names `origin`, the field and the value."""
+        try:
+            data = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            detail = " ".join(str(error).split())[:160]
+            raise StrategyError(f"{origin}: not a strategy: it is not valid JSON ({detail})") from None
+        if isinstance(data, dict) and data.get("format") not in (FORMAT, None):
+            raise StrategyError(f"{origin}: format: {data['format']!r} is not a format this Offbeat reads ({FORMAT})")
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise StrategyError(f"{origin}: not a strategy: {files.first_problem(error)}") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        files.write_atomic(path, self.to_json().encode(), "strategy")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Strategy":
+        return cls.from_json(files.read_bytes(path, "strategy"), origin=str(path))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of a strategy file."""
+        return cls.model_json_schema() | {"$id": f"offbeat-strategy-{FORMAT}", "title": "Offbeat strategy"}
+
+
+_DEFAULT_CONFIG = VariableConfig()

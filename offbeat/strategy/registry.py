@@ -1,0 +1,66 @@
+"""A builder's name → its function; a function → a registered builder."""
+
+import inspect
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from offbeat import files
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
+from offbeat.graph import ModelGraph
+from offbeat.strategy.model import Strategy
+from offbeat.strategy.validate import check_fits
+
+Builder = Callable[..., Strategy]
+
+_builders: dict[str, Builder] = {}
+
+
+def register_builder(name: str) -> Callable[[Builder], Builder]:
+    """Decorator: makes `build(graph, cluster, **options) -> Strategy` available under `name`."""
+
+    def register(build: Builder) -> Builder:
+        known = _builders.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (build.__module__, build.__qualname__):
+            raise StrategyError(f"a builder named {name!r} exists already: {known.__module__}.{known.__qualname__}")
+        _builders[name] = build
+        return build
+
+    return register
+
+
+def builders() -> tuple[str, ...]:
+    """Names of all builders, Offbeat's own and registered ones."""
+    return tuple(sorted(_builders))
+
+
+def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options: object) -> Strategy:
+    """The strategy the named builder makes for this model on this cluster."""
+    if name not in builders():
+        raise StrategyError(f"there is no builder {name!r}; there are {', '.join(builders())}")
+    build = _builders[name]
+    _check_options(name, build, options)
+    try:
+        built = build(graph, cluster, **options)
+    except ValidationError as error:
+        raise StrategyError(f"builder {name!r}: {files.first_problem(error)}") from None
+    if not isinstance(built, Strategy):
+        raise StrategyError(f"builder {name!r} returned {type(built).__name__}, not a Strategy")
+    strategy = built.model_copy(
+        update={"name": name, "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
+    )
+    check_fits(strategy, graph, cluster)
+    return strategy
+
+
+def _check_options(name: str, build: Builder, options: dict[str, object]) -> None:
+    accepted = tuple(inspect.signature(build).parameters.values())[2:]
+    named = {parameter.name: parameter for parameter in accepted if parameter.kind is not parameter.VAR_KEYWORD}
+    if len(named) == len(accepted):
+        for option in options:
+            if option not in named:
+                raise StrategyError(f"builder {name!r} has no option {option!r}; it has {', '.join(named) or 'none'}")
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise StrategyError(f"builder {name!r} needs the option {option!r}")
