@@ -2,17 +2,15 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.errors import CaptureError
-from offbeat.graph.hooks import trace_hooks
-from offbeat.graph.joint import trace_joint
-from offbeat.graph.model import ModelGraph, update_operators
-from offbeat.graph.step import Step, constants_of, make_step, tensor_spec
+from offbeat.graph.model import ModelGraph, Operator, Variable, update_operators
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.graph.step import Step
 
 _SLOTS = {
     "SGD": 0,
@@ -33,11 +31,11 @@ _SLOTS_IF_UNKNOWN = 2
 
 
 def capture(
-    model: nn.Module,
+    model: "torch.nn.Module",
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None = None,
     *,
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
+    optimizer: "torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None" = None,
     name: str | None = None,
 ) -> ModelGraph:
     """The operators and variables of one training step of `model`, which is left exactly as it was.
@@ -62,7 +60,11 @@ def capture(
     Raises:
         CaptureError: if the step can neither be traced nor run; its one sentence says why.
     """
-    if not isinstance(model, nn.Module):
+    import torch
+
+    from offbeat.graph.step import constants_of, make_step, tensor_spec
+
+    if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -82,8 +84,10 @@ def capture(
     )
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None) -> tuple[str, int]:
+def optimizer_state(optimizer: "torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None") -> tuple[str, int]:
     """The optimizer's name, and how many tensors of a variable's size it keeps for each."""
+    import torch
+
     if optimizer is None:
         return "SGD", 0
     if isinstance(optimizer, str):
@@ -106,19 +110,22 @@ def optimizer_state(optimizer: torch.optim.Optimizer | type[torch.optim.Optimize
     return name, _SLOTS[name] + extra
 
 
-def _slots_held(optimizer: torch.optim.Optimizer) -> int:
+def _slots_held(optimizer: "torch.optim.Optimizer") -> int:
     """The most state tensors of a parameter's shape that the optimizer holds for one."""
     return max(
         (
-            sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
+            sum(getattr(value, "shape", None) == parameter.shape for value in state.values())
             for parameter, state in optimizer.state.items()
-            if isinstance(parameter, Tensor)
+            if hasattr(parameter, "shape")
         ),
         default=0,
     )
 
 
-def _trace(step: Step) -> tuple[Any, Any, Any]:
+def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Literal["joint", "hooks"]]:
+    from offbeat.graph.hooks import trace_hooks
+    from offbeat.graph.joint import trace_joint
+
     try:
         return *trace_joint(step), "joint"
     except CaptureError:
@@ -147,13 +154,17 @@ def _trace(step: Step) -> tuple[Any, Any, Any]:
     return operators, variables, "hooks"
 
 
-def _lacks_data(step: Step) -> bool:
+def _lacks_data(step: "Step") -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     return any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors)
 
 
 def _sentence(error: Exception) -> str:
     """The first line of an error that says something."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
         return f"its forward depends on the values of a tensor, at {error.func}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -18,9 +18,9 @@ class Segment:
     name: str
     phase: Phase
     operators: tuple[str, ...]
-    flops: int
-    bytes_moved: int
-    activation_bytes: int
+    flops: float
+    bytes_moved: float
+    activation_bytes: float
     seconds: float | None
     """Measured time of its operators; None unless every one was measured (views, which cost nothing, need not be)."""
     reads: tuple[str, ...] = ()

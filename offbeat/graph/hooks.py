@@ -27,6 +27,7 @@ from offbeat.graph.step import (
     python_random_kept,
     standing_in,
     tensor_spec,
+    uncompiled,
 )
 
 
@@ -89,6 +90,7 @@ def trace_hooks(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
         stack.enter_context(_gradients_kept(originals))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(uncompiled())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(standing_in(step.model, stand_ins))
         stack.enter_context(module_calls(step.model, recorder.enter, recorder.leave))

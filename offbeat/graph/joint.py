@@ -28,7 +28,16 @@ from torch.fx import traceback as fx_traceback
 
 from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, Variable
-from offbeat.graph.step import Step, aliases_of, dtype_name, module_calls, python_random_kept, standing_in, tensor_spec
+from offbeat.graph.step import (
+    Step,
+    aliases_of,
+    dtype_name,
+    module_calls,
+    python_random_kept,
+    standing_in,
+    tensor_spec,
+    uncompiled,
+)
 
 _MODULE_KEY = "offbeat_module"
 _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
@@ -75,16 +84,16 @@ def _trace(step: Step) -> tuple[Graph, dict[str, str]]:
     names = {f"t{index}": name for index, (name, tensor) in enumerate(named) if tensor.requires_grad}
     inputs = step.input_tensors()
     mode = detect_fake_mode([*originals.values(), *inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = {key: _fake(tensor, mode) for key, tensor in originals.items()}
-    fake_inputs = tuple(_fake(tensor, mode) for tensor in inputs)
-    loose = {id(tensor): _fake(tensor, mode) for tensor in _loose_meta_tensors(step.model)}
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(mode)
+        fakes = {key: _fake(tensor) for key, tensor in originals.items()}
+        fake_inputs = tuple(_fake(tensor) for tensor in inputs)
+        loose = {id(tensor): _fake(tensor) for tensor in _loose_meta_tensors(step.model)}
         stack.enter_context(_annotated_modules(step.model))
         stack.enter_context(python_random_kept())
         stack.enter_context(standing_in(step.model, loose))
@@ -95,14 +104,13 @@ def _trace(step: Step) -> tuple[Graph, dict[str, str]]:
     return joint.graph_module.graph, names
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor without memory that looks the same; one on the meta device is taken to live on the CPU."""
+def _fake(tensor: Tensor) -> Tensor:
+    """In a fake mode, a tensor without memory that looks the same; one on the meta device is taken to be on the CPU."""
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    with mode:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:

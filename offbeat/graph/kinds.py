@@ -132,7 +132,7 @@ def flops_of(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
     name = base_name(target)
-    shapes = [tuple(tensor.shape) for tensor in tensors_in(args)]
+    shapes = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor)]
     if name in _SDPA_BY_SHAPE:
         return int(flop_counter.sdpa_flop_count(*shapes[:3]))
     if name.removesuffix("_backward") in _SDPA_BY_SHAPE:

@@ -164,7 +164,7 @@ class ModelGraph:
             for used in (variable.first_use, variable.gradient_from):
                 if used is not None and used not in operators:
                     raise OffbeatError(f"graph {self.name!r}: variable {variable.name!r} names no operator {used!r}")
-        tensors = [*self.variables, *self.constants, *self.inputs]
+        tensors: list[Variable | Constant | TensorSpec] = [*self.variables, *self.constants, *self.inputs]
         tensors += [output for operator in self.operators for output in operator.outputs]
         unknown = {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys()
         if unknown:

@@ -165,25 +165,23 @@ def python_random_kept() -> Iterator[None]:
 
 
 @contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, compiled functions and submodules run as they were written."""
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+@contextmanager
 def module_calls(
     model: nn.Module, enter: Callable[[str, nn.Module, Any], None], leave: Callable[[str], None]
 ) -> Iterator[None]:
-    """Calls `enter(path, module, args)` and `leave(path)` around each forward of the model's modules, touching none."""
-    paths = {id(module): path for path, module in model.named_modules()}
-
-    def before(module: nn.Module, args: Any) -> None:
-        if id(module) in paths:
-            enter(paths[id(module)], module, args)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in paths:
-            leave(paths[id(module)])
-
-    hooks = torch.nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(before),
-        hooks.register_module_forward_hook(after, always_call=True),
-    ]
+    """Inside, `enter(path, module, args)` and `leave(path)` are called around each forward of the model's modules."""
+    handles = []
+    for path, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(lambda m, args, path=path: enter(path, m, args), prepend=True),
+            module.register_forward_hook(lambda m, args, out, path=path: leave(path), always_call=True),
+        ]
     try:
         yield
     finally:

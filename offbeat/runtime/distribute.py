@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.plan import Message, Plan
+from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.forward import ForwardGate
+from offbeat.runtime.memory import apply_memory_strategy
 from offbeat.runtime.parcels import (
     EncodedParcel,
     EncodedServerParcel,
@@ -30,6 +33,7 @@ from offbeat.runtime.parcels import (
     SparseParcel,
     SparseServerParcel,
 )
+from offbeat.runtime.retime import Retimer
 from offbeat.runtime.updates import elementwise, per_variable
 
 log = logging.getLogger("offbeat")
@@ -101,25 +105,37 @@ class Runtime:
         self.plan = plan
         self.parameters = _variables(model, plan)
         _check_optimizer(plan, self.optimizer_class)
+        _check_ranks_agree(plan)
         share_state(model)
         channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
         parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)
         mode, reason = choose_mode(model, optimizer, plan)
         self.engine = Engine(plan, parcels, self.parameters, optimizer, self.optimizer_class, channels, mode)
         self.all_replicated = all(parcel.replicated for parcel in parcels)
+        apply_memory_strategy(model, plan.strategy, self.engine)
         self.gate = ForwardGate(model, self.engine)
+        self.buffers = BufferKeeper(model, channels.control, root=plan.replicas[0])
+        self.engine.backward_hooks.append(self.buffers.send)
+        self.gate.before_forward.append(self.buffers.receive)
+        self.retimer: Retimer | None = None
         self._mix_in()
         if mode == "deferred":
             self.engine.attach_guards()
-            self.engine.step_hooks.append(self._after_first_step)
+        self.engine.step_hooks.append(self._after_first_step)
         log.info("offbeat starts in %s mode: %s", mode, reason)
 
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""
         engine = self.engine
-        if engine.wanted_mode == "deferred" and self.gate.watched:
+        if not self.gate.watched:
+            return
+        engine.step_hooks.remove(self._after_first_step)
+        if engine.wanted_mode == "deferred":
             engine.set_mode("deferred", "updates wait until a module needs them")
-            engine.step_hooks.remove(self._after_first_step)
+        if self.plan.strategy.schedule.policy != "explicit" and len(self.plan.replicas) > 1:
+            device = next(iter(self.parameters.values())).device
+            self.retimer = Retimer(engine, self.gate.use_order, device)
+            engine.step_hooks.append(self.retimer.after_step)
 
     def _mix_in(self) -> None:
         for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
@@ -241,6 +257,18 @@ def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Paramet
     if missing:
         raise StrategyError(f"the strategy does not know the trainable parameter {missing[0]!r}")
     return {variable.name: found[variable.name] for variable in plan.graph.variables}
+
+
+def _check_ranks_agree(plan: Plan) -> None:
+    """Every rank must have the same model and the same strategy, or the first collective would hang."""
+    store = dist.PrefixStore(f"offbeat/agreement/{_generation}", _get_default_store())
+    mine = f"{plan.graph.signature} {plan.strategy.digest}"
+    store.set(str(plan.rank), mine)
+    first = store.get(str(plan.replicas[0])).decode()
+    if first == mine:
+        return
+    what = "model" if first.split()[0] != plan.graph.signature else "strategy"
+    raise StrategyError(f"rank {plan.rank} has another {what} than rank {plan.replicas[0]}")
 
 
 def share_state(model: torch.nn.Module) -> None:

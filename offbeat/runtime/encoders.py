@@ -496,7 +496,8 @@ def _narrow(values: torch.Tensor, dtype: torch.dtype, world: int = 1) -> torch.T
 
 def _reinterpret(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of bytes as rows of another type; copied, because a row may begin at an address the type does not allow."""
-    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+    flat = rows.clone(memory_format=torch.contiguous_format).flatten()
+    return flat.view(dtype).view(rows.shape[0], rows.shape[1] // dtype.itemsize)
 
 
 def _mix(*numbers: int) -> int:

@@ -12,13 +12,14 @@ into the next iteration). Both are the same synchronous SGD. A loop that looks a
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from offbeat.plan import Plan, Task
+from offbeat.runtime.absences import Absences
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
@@ -70,6 +71,7 @@ class Engine:
         self.steps = 0
         self.ready_seconds: list[float] = [0.0] * len(parcels)
         """When each parcel was last complete, after the start of backward."""
+        self.absences = Absences(list(parameters), channels.control, next(iter(parameters.values())).device)
         self._reset_step()
         self._handles: list[Any] = []
         self._listen()
@@ -83,6 +85,7 @@ class Engine:
         self.own_access = False
         """The engine itself reads gradients now."""
         self.step_hooks: list[Callable[[], None]] = []
+        self.backward_hooks: list[Callable[[], None]] = []
 
     # Set-up
 
@@ -161,7 +164,7 @@ class Engine:
         """What this rank owns is updated here, with its own optimizer state."""
         groups = group_of(self.optimizer)
         self.owned: dict[int, UnitOptimizer] = {}
-        self.owned_gradients: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.owned_gradients: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for parcel in self.parcels:
             if parcel.replicated:
                 continue
@@ -171,7 +174,7 @@ class Engine:
                 parameter = parcel.parameters[place]
                 if id(parameter) in groups:
                     units.append(Unit(tensor, groups[id(parameter)]))
-                    gradients.append((tensor, gradient))
+                    gradients.append((tensor, gradient, parameter))
                     share = share and tensor is parameter
             if units:
                 index = parcel.message.index
@@ -225,12 +228,15 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Variables that got no gradient contribute nothing, so that the others' messages can go."""
+        self.absences.backward_ended([name for name in self.variable_parcels if name not in self.arrived])
         for index, missing in enumerate(self.missing):
             if missing:
                 self.missing[index] = 0
                 self._parcel_ready(index)
         self.in_backward = False
         self.synced = True
+        for hook in self.backward_hooks:
+            hook()
         if self.mode == "barrier":
             self.finish_gradients()
 
@@ -240,6 +246,12 @@ class Engine:
             if parcel.replicated and parcel.loaded:
                 with explain(self.plan, parcel):
                     parcel.finish()
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """A variable that no replica used keeps no gradient, so that the optimizer leaves it alone."""
+        for name in self.absences.unused():
+            set_gradient(self.parameters[name], None)
 
     def publish_gradients(self) -> None:
         """Also for what has an owner: its averaged gradient goes to every replica."""
@@ -277,7 +289,7 @@ class Engine:
         self._reset_step()
         if self.mode == "barrier":
             self.settle_all()
-        for hook in self.step_hooks:
+        for hook in list(self.step_hooks):
             hook()
 
     def _step_without_sync(self) -> None:
@@ -319,11 +331,15 @@ class Engine:
         if isinstance(parcel, SparseServerParcel):
             gradients = [(parcel.unit, parcel.collect())]
         else:
-            gradients = self.owned_gradients[parcel.message.index]
+            unused = {id(self.parameters[name]) for name in self.absences.unused()}
+            gradients = [
+                (tensor, None if id(parameter) in unused else gradient)
+                for tensor, gradient, parameter in self.owned_gradients[parcel.message.index]
+            ]
         optimizer.refresh()
         self._apply(optimizer, gradients)
 
-    def _apply(self, optimizer: UnitOptimizer, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _apply(self, optimizer: UnitOptimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         self.own_access = True
         try:
             for tensor, gradient in gradients:
@@ -345,6 +361,7 @@ class Engine:
                 elif parcel.loaded:
                     parcel.finish()
         if component.optimizer is not None:
+            self._forget_unused()
             self._apply(component.optimizer, component.unit_gradients)
         for parameter in component.parameters():
             zeroing = self.zeroing.get(id(parameter))

@@ -45,6 +45,8 @@ class ForwardGate:
         self.names = {id(parameter): name for name, parameter in engine.parameters.items()}
         self.watching: FirstUses | None = None
         self.watched = False
+        self.use_order: dict[str, int] = {}
+        """Place of each variable in the order in which the watched forward used them."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
         self._handles: list[Any] = [
@@ -107,6 +109,7 @@ class ForwardGate:
         for handle in self._watch_handles:
             handle.remove()
         self.watched = True
+        self.use_order = {name: place for place, name in enumerate(watching.first)}
         for name, parameter in self.engine.parameters.items():
             self._add_wait(watching.first.get(name) or self.model, parameter)
 

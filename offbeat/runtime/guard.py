@@ -27,7 +27,7 @@ class GuardedParameter(torch.nn.Parameter):
     _offbeat_reader: GradientReader
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         self._offbeat_reader.gradient_read(self)
         return _gradient.__get__(self)
 

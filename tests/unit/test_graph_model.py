@@ -13,20 +13,20 @@ from offbeat.graph.model import update_operators
 
 
 def op(name: str, phase: str, inputs: tuple[str, ...] = (), **changes) -> Operator:
-    values = dict(
-        name=name,
-        kind="matmul",
-        target="aten.mm.default",
-        phase=phase,
-        module="layer",
-        inputs=inputs,
-        variables=(),
-        outputs=(TensorSpec((2, 3), "float32"),),
-        flops=100,
-        bytes_read=40,
-        bytes_written=20,
-        activation_bytes=8,
-    )
+    values = {
+        "name": name,
+        "kind": "matmul",
+        "target": "aten.mm.default",
+        "phase": phase,
+        "module": "layer",
+        "inputs": inputs,
+        "variables": (),
+        "outputs": (TensorSpec((2, 3), "float32"),),
+        "flops": 100,
+        "bytes_read": 40,
+        "bytes_written": 20,
+        "activation_bytes": 8,
+    }
     return Operator(**(values | changes))
 
 

@@ -1,0 +1,180 @@
+"""A number of ranks and calls as JSON → what each rank answered.
+
+A pool is a set of worker processes that joined one gloo job on the loopback device. It takes many calls one after
+another, because starting torch takes seconds. A call that fails or takes too long ends its pool, so that no later call
+inherits a broken job; the next call starts a new one.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+WORKERS: Final = Path(__file__).with_name("workers.py")
+START_SECONDS: Final = 90.0
+"""Importing torch and joining the job, on a machine that does other things as well."""
+
+
+class RankFailed(AssertionError):
+    """One or more ranks raised, died or did not answer."""
+
+
+def start_ranks(world: int, *arguments: str, directory: Path, **environment: str) -> list[subprocess.Popen[bytes]]:
+    """Starts one worker process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
+    port = free_port()
+    ranks = []
+    for rank in range(world):
+        variables = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        with (directory / f"rank{rank}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(WORKERS), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=variables,
+            )
+        ranks.append(process)
+    return ranks
+
+
+def stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends what still runs, at once."""
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+    for process in ranks:
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Pool:
+    """Workers that answer calls until one goes wrong."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self._logs: tempfile.TemporaryDirectory[str] | None = None
+
+    def call(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """Runs `function` of workers.py on every rank with these arguments; one answer per rank, in rank order."""
+        failures = {
+            rank: answer["error"]
+            for rank, answer in enumerate(self.answers(function, timeout=timeout, **arguments))
+            if "error" in answer
+        }
+        if failures:
+            raise RankFailed("\n".join(f"rank {rank}: {error}" for rank, error in failures.items()))
+        return [answer["result"] for answer in self._last]
+
+    def answers(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> list[dict[str, Any]]:
+        """As `call`, but an exception on a rank is an answer too: {"error": traceback, "kind": …, "message": …}."""
+        if not self.ranks:
+            self._start()
+        request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
+        try:
+            for process in self.ranks:
+                assert process.stdin is not None
+                process.stdin.write(request)
+                process.stdin.flush()
+            self._last = self._collect(timeout, f"{function}({json.dumps(arguments)[:300]})")
+        except (RankFailed, BrokenPipeError) as error:
+            logs = self._log_tails()
+            self.close()
+            raise RankFailed(f"{error}\n{logs}") from None
+        if any("error" in answer for answer in self._last):
+            self.close()
+        return self._last
+
+    def _start(self) -> None:
+        self._logs = tempfile.TemporaryDirectory()
+        self.ranks = start_ranks(self.world, directory=Path(self._logs.name))
+        try:
+            self._collect(START_SECONDS, "joining the job")
+        except RankFailed as error:
+            logs = self._log_tails()
+            self.close()
+            raise RankFailed(f"{error}\n{logs}") from None
+
+    def _collect(self, timeout: float, what: str) -> list[dict[str, Any]]:
+        """One line of JSON from every rank, or RankFailed naming the ranks that gave none."""
+        answers: dict[int, dict[str, Any]] = {}
+        partial = dict.fromkeys(range(self.world), b"")
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self.ranks):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(answers) < self.world:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events:
+                    silent = sorted(set(range(self.world)) - set(answers))
+                    said = "".join(f"\nrank {rank}: {answer.get('error', 'done')}" for rank, answer in answers.items())
+                    raise RankFailed(f"{what}: ranks {silent} gave no answer within {timeout:.0f} s{said}")
+                for key, _ in events:
+                    data = os.read(key.fd, 1 << 20)
+                    if not data:
+                        code = self.ranks[key.data].wait()
+                        raise RankFailed(f"{what}: rank {key.data} ended with exit code {code}")
+                    partial[key.data] += data
+                    if partial[key.data].endswith(b"\n"):
+                        answers[key.data] = json.loads(partial[key.data])
+                        selector.unregister(key.fileobj)
+        return [answers[rank] for rank in range(self.world)]
+
+    def _log_tails(self) -> str:
+        if self._logs is None:
+            return ""
+        tails = []
+        for rank in range(self.world):
+            path = Path(self._logs.name) / f"rank{rank}.log"
+            text = path.read_text(errors="replace") if path.exists() else ""
+            tails.append(f"--- rank {rank}\n{text[-2000:]}")
+        return "\n".join(tails)
+
+    def close(self) -> None:
+        stop_ranks(self.ranks)
+        self.ranks = []
+        if self._logs is not None:
+            self._logs.cleanup()
+            self._logs = None
+
+
+class Pools:
+    """Pools by number of ranks, each started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        return self._pools.setdefault(world, Pool(world))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
