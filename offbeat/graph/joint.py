@@ -6,6 +6,9 @@ through views.
 
 A variable's first use is the first forward operator that reads its data, not a view of it. Its gradient is complete at
 the operator that returns it to autograd, view or not: that is where autograd's own gradient hooks run.
+
+The tracer looks through `torch.utils.checkpoint`: the graph is that of the model without recomputation. It also takes
+RNN layers apart into one set of operators per step.
 """
 
 import math

@@ -109,6 +109,10 @@ class Channels:
             group = _open(backend, name, ranks, self.me, schedule.in_flight, timeout)
             self.channels[(back, ranks)] = Channel(group, ranks, self.me)
         self.control = self.channels[("control", everyone)]
+        self.direct: Channel | None = None
+        if any(message.asynchronous for message in plan.messages) and len(everyone) > 1:
+            group = _open(backend, f"offbeat/{generation}/direct", everyone, self.me, schedule.in_flight, timeout)
+            self.direct = self.channels[("direct", everyone)] = Channel(group, everyone, self.me)
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
         """For gradients on their way to who applies them."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.plan import Message, Plan
+from offbeat.runtime.asynchronous import AsyncParcel
 from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.encoders import make_encoder
@@ -34,6 +35,7 @@ from offbeat.runtime.parcels import (
     SparseServerParcel,
 )
 from offbeat.runtime.retime import Retimer
+from offbeat.runtime.stale import StaleParcel, StaleServerParcel
 from offbeat.runtime.updates import elementwise, per_variable
 
 log = logging.getLogger("offbeat")
@@ -58,8 +60,8 @@ class DistributedModel:
             engine.sync = before
 
     def flush(self) -> None:
-        """Waits for outstanding updates, so that every parameter holds its newest value."""
-        self._offbeat.engine.settle_all()
+        """Waits for outstanding updates, stale ones included, so that every parameter holds its newest value."""
+        self._offbeat.engine.drain()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         # Whoever walks over the parameters may read them.
@@ -182,6 +184,10 @@ def _make_parcel(
         world=len(plan.replicas),
         rank=plan.replicas.index(plan.rank or 0),
     )
+    if message.asynchronous:
+        return AsyncParcel(*common)
+    if message.staleness:
+        return StaleParcel(*common) if message.synchronizer == "all_reduce" else StaleServerParcel(*common)
     match message.synchronizer:
         case "sparse_all_gather":
             return SparseParcel(variable, densify, *common)

@@ -54,9 +54,6 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Multiplied by a word of eight 0/1 bytes, brings byte i's bit to bit 56 + i without carries.
 _PACK = 0x0102040810204080
-# A byte repeated eight times, masked so that byte i keeps bit i; as a signed 64-bit number.
-_REPEAT = 0x0101010101010101
-_SPREAD = 0x8040201008040201 - 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +336,12 @@ class _Sign(_Scaled):
         for piece in self._pieces:
             self._starts.append(self._padded)
             self._padded += -(-piece.elements // 8) * 8
+        bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+        self._table = (2 * bits - 1).to(setting.device, self._wide)
+        """The eight signs that each byte stands for."""
 
     def _scale(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vector_norm(values, 1) / values.numel()
+        return values.abs().mean()
 
     def _quantise(self, corrected: torch.Tensor, scales: torch.Tensor, step: int) -> torch.Tensor:
         flags = corrected.new_zeros(self._padded, dtype=torch.uint8)
@@ -350,8 +350,7 @@ class _Sign(_Scaled):
         return ((flags.view(torch.int64) * _PACK >> 56) & 0xFF).to(torch.uint8)
 
     def _codes(self, row: torch.Tensor) -> torch.Tensor:
-        bits = (row.to(torch.int64) * _REPEAT) & _SPREAD
-        return (bits.view(torch.uint8) != 0).to(self._wide).mul_(2).sub_(1)
+        return self._table.index_select(0, row.to(torch.int32)).flatten()
 
 
 class _Int8(_Scaled):
@@ -485,13 +484,14 @@ class _PowerSGD(MessageEncoder):
 
 
 def _narrow(values: torch.Tensor, dtype: torch.dtype, world: int = 1) -> torch.Tensor:
-    """Cast so that `world` such values add up to something finite; what is infinite already stays so."""
+    """Cast so that `world` such values add up to something finite; what is infinite already becomes NaN."""
     if values.dtype == dtype:
         return values
     limits = torch.finfo(dtype)
     # The exponential leaves room for the rounding of every addition.
     bound = limits.max / world * math.exp(-world * limits.eps)
-    return torch.where(values.isinf(), values, values.clamp(-bound, bound)).to(dtype)
+    # Adding zero times the values is the cheapest way to keep what is not finite so.
+    return values.clamp(-bound, bound).add_(values, alpha=0).to(dtype)
 
 
 def _reinterpret(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

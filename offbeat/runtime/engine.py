@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 
 from offbeat.plan import Plan, Task
 from offbeat.runtime.absences import Absences
+from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
 from offbeat.runtime.parcels import Parcel, ShardedParcel, SparseServerParcel, ValueParcel
+from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
 
 log = logging.getLogger("offbeat")
@@ -38,6 +40,7 @@ class Component:
         """Applies what every replica applies; None if it holds nothing of the kind."""
         self.unit_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.settled = True
+        self.stale = any(parcel.message.staleness for parcel in parcels)
 
     def parameters(self) -> Iterable[torch.nn.Parameter]:
         return dict.fromkeys(parameter for parcel in self.parcels for parameter in parcel.parameters)
@@ -64,8 +67,12 @@ class Engine:
         self.channels = channels
         self.wanted_mode = mode
         self.mode: Literal["deferred", "barrier"] = "barrier"
-        self.order = [task for task in plan.communication if task.stage == 0]
-        self.tail = [task for task in plan.tasks if task.stage > 0 and not parcels[task.message].replicated]
+        free = {message.index for message in plan.messages if message.asynchronous}
+        stale = {message.index for message in plan.messages if message.staleness}
+        self.order = [task for task in plan.communication if task.stage == 0 and task.message not in free]
+        later = [task for task in plan.tasks if task.stage > 0 and not parcels[task.message].replicated]
+        self.tail = [task for task in later if task.message not in free | stale]
+        self.stale_tail = {index: [task for task in later if task.message == index] for index in stale}
         self.sync = True
         """Off inside no_sync()."""
         self.steps = 0
@@ -78,6 +85,10 @@ class Engine:
         self.components = self._make_components()
         self.component_of = {id(p): component for component in self.components for p in component.parameters()}
         self._make_server_optimizers()
+        self.server: AsyncServer | None = None
+        if channels.direct is not None:
+            asynchronous = [parcel for parcel in parcels if isinstance(parcel, AsyncParcel)]
+            self.server = AsyncServer(channels.direct, asynchronous, self._update_alone)
         self.unsettled = 0
         """Components whose update is outstanding."""
         self.zeroing: dict[int, str] = {}
@@ -243,7 +254,7 @@ class Engine:
     def finish_gradients(self) -> None:
         """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
         for parcel in self.parcels:
-            if parcel.replicated and parcel.loaded:
+            if parcel.replicated and parcel.loaded and not isinstance(parcel, StaleParcel):
                 with explain(self.plan, parcel):
                     parcel.finish()
         self._forget_unused()
@@ -283,9 +294,14 @@ class Engine:
         for component in self.components:
             if component.optimizer is not None:
                 component.optimizer.refresh()
-            component.settled = False
-        self.unsettled = len(self.components)
+            component.settled = component.stale
+        self.unsettled = sum(not component.settled for component in self.components)
         self._run_tail()
+        for component in self.components:
+            if component.stale:
+                self._step_stale(component)
+        if self.server is not None:
+            self.server.exchange()
         self._reset_step()
         if self.mode == "barrier":
             self.settle_all()
@@ -338,6 +354,42 @@ class Engine:
             ]
         optimizer.refresh()
         self._apply(optimizer, gradients)
+
+    def _step_stale(self, component: Component) -> None:
+        """This step's messages leave; those that are due, or have arrived, are applied."""
+        parcels = [parcel for parcel in component.parcels if isinstance(parcel, StaleParcel)]
+        for parcel in parcels:
+            parcel.depart()
+        while parcels[0].due or all(parcel.arrived for parcel in parcels):
+            self._apply_stale(component, parcels)
+
+    def _apply_stale(self, component: Component, parcels: list[StaleParcel]) -> None:
+        for parcel in parcels:
+            with explain(self.plan, parcel):
+                parcel.arrive()
+                for task in self.stale_tail[parcel.message.index]:
+                    self._run_tail_task(parcel, task)
+                if not parcel.replicated:
+                    parcel.receive()  # type: ignore[attr-defined]
+        if component.optimizer is not None:
+            self._apply(component.optimizer, component.unit_gradients)
+
+    def drain(self) -> None:
+        """Waits for stale messages too, so that all replicas are equal; every rank must call it."""
+        self.settle_all()
+        for component in self.components:
+            parcels = [parcel for parcel in component.parcels if isinstance(parcel, StaleParcel)]
+            while parcels and parcels[0].flying:
+                self._apply_stale(component, parcels)
+
+    def _update_alone(self, parcel: AsyncParcel) -> None:
+        """Applies what lies in an asynchronous parcel's inbox; runs in the server's threads."""
+        optimizer = self.owned.get(parcel.message.index)
+        if optimizer is not None:
+            optimizer.refresh()
+            for tensor, gradient, _ in self.owned_gradients[parcel.message.index]:
+                set_gradient(tensor, gradient)
+            optimizer.step()
 
     def _apply(self, optimizer: UnitOptimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         self.own_access = True
@@ -424,7 +476,9 @@ class Engine:
 
     def detach(self) -> None:
         """Takes every hook and guard off the model again."""
-        self.settle_all()
+        self.drain()
+        if self.server is not None:
+            self.server.close()
         for handle in self._handles:
             handle.remove()
         for parameter in self.parameters.values():

@@ -99,10 +99,16 @@ class Shard(_Frozen):
             raise StrategyError(f"a {kind} shard is placed on one rank, its owner, not on {list(self.placement)}")
         if self.stations and kind != "parameter_server":
             raise StrategyError(f"stations {list(self.stations)} belong to a parameter_server shard, not to {kind}")
-        if self.asynchronous and kind not in SERVERS:
-            raise StrategyError(f"an asynchronous shard needs a parameter server, not {kind}")
+        if self.asynchronous and (kind != "parameter_server" or self.staleness):
+            raise StrategyError(f"an asynchronous shard needs a parameter_server without staleness, not {kind}")
+        if self.staleness and kind not in ("all_reduce", "parameter_server"):
+            raise StrategyError(f"a {kind} shard takes no staleness, not {self.staleness}")
+        if (self.asynchronous or self.staleness) and (self.encoder.name != "none" or self.stations):
+            raise StrategyError("a stale or asynchronous shard takes neither an encoder nor stations")
         if self.encoder.name != "none" and kind in ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast"):
             raise StrategyError(f"a {kind} shard takes no encoder, not {self.encoder.name!r}")
+        if self.encoder.name == "powersgd" and kind != "all_reduce":
+            raise StrategyError(f"the powersgd encoder takes two rounds and needs all_reduce, not {kind}")
         if kind == "sharded" and not self.encoder.sliceable:
             raise StrategyError(f"a sharded shard takes the encoders none, fp16 and bf16, not {self.encoder.name!r}")
         for field in ("placement", "stations", "reduction_order"):
@@ -144,6 +150,8 @@ class VariableConfig(_Frozen):
                     raise StrategyError(f"axis {axis} is cut {len(cuts)} times, {parts} shards need {parts - 1} cuts")
                 if any(a >= b for a, b in pairwise(cuts)):
                     raise StrategyError(f"cuts {list(cuts)} of axis {axis} make overlapping shards; they must ascend")
+        if len({(shard.staleness, shard.asynchronous) for shard in self.shards}) > 1:
+            raise StrategyError("the shards of a variable must agree on staleness and asynchronous")
         return self
 
     @property

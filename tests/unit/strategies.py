@@ -181,15 +181,31 @@ def _configs(draw: DrawFn, variable: Variable, members: tuple[int, ...], cluster
             for n, length in zip(partition, variable.shape, strict=True)
         )
     count = math.prod(partition)
-    shard = _shards(variable, partition, members, cluster)
+    bridging = draw(st.sampled_from(((0, False),) * 4 + ((1, False), (2, False), (0, True))))
+    shard = _shards(variable, partition, members, cluster, bridging)
     number = draw(st.sampled_from((1, count)))
     return VariableConfig(partition=partition, cuts=cuts, shards=tuple(draw(shard) for _ in range(number)))
 
 
 @st.composite
 def _shards(
-    draw: DrawFn, variable: Variable, partition: tuple[int, ...], members: tuple[int, ...], cluster: ClusterSpec
+    draw: DrawFn,
+    variable: Variable,
+    partition: tuple[int, ...],
+    members: tuple[int, ...],
+    cluster: ClusterSpec,
+    bridging: tuple[int, bool],
 ) -> Shard:
+    staleness, asynchronous = bridging
+    if staleness or asynchronous:
+        kind = "parameter_server" if asynchronous else draw(st.sampled_from(("all_reduce", "parameter_server")))
+        return Shard(
+            synchronizer=kind,
+            placement=(draw(st.sampled_from(members)),) if kind == "parameter_server" else (),
+            group=draw(st.none() | st.integers(0, 3)),
+            staleness=staleness,
+            asynchronous=asynchronous,
+        )
     kinds = ["all_reduce", "parameter_server", "sharded"]
     if variable.sparse and math.prod(partition[1:]) == 1:
         kinds += ["sparse_all_gather", "sparse_parameter_server"]
@@ -204,8 +220,6 @@ def _shards(
         reduction_order=draw(st.just(()) | st.permutations(members).map(tuple)) if kind == "all_reduce" else (),
         group=draw(st.none() | st.integers(0, 3)),
         encoder=draw(_encoders(kind)),
-        staleness=draw(st.sampled_from((0, 0, 1, 2))),
-        asynchronous=served and draw(st.booleans()),
     )
 
 
@@ -228,6 +242,8 @@ def _encoders(kind: str) -> SearchStrategy[Encoder]:
     sparse = st.builds(
         Encoder, name=st.sampled_from(("topk", "randomk")), ratio=st.floats(0.01, 1.0), error_feedback=feedback
     )
+    if kind == "parameter_server":
+        return simple | sparse
     low_rank = st.builds(Encoder, name=st.just("powersgd"), rank=st.integers(1, 4), error_feedback=feedback)
     return simple | sparse | low_rank
 

@@ -1,0 +1,225 @@
+"""Step time of Offbeat against tuned DDP on an emulated cluster, all variants in one run.
+
+    python benchmarks/step_time.py --json [--quick] [--hosts 2|4] [--model vgg ...] [--regime balanced ...]
+
+For each model and regime, the workers alternate short blocks of steps of every variant: compute alone, DDP with its
+default buckets, DDP with eight explicit bucket sizes, and Offbeat. The bound is max(compute, network): `compute` is the
+local step, `network` an all-reduce of all gradients. The link's bandwidth is chosen from the measured compute, so that
+network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4 (compute-bound). With two hosts compute is real; with four
+it is paced (it takes the time without taking the processor, as an accelerator's does), because four workers do not fit on
+two cores. Medians of the blocks' medians, in milliseconds; ratios are what counts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+DDP_BUCKETS_MIB = (0.25, 0.5, 1, 2, 4, 8, 16, 25)
+REGIMES = {"network-bound": 1.6, "balanced": 1.0, "compute-bound": 0.4}
+MODELS = {
+    # zoo name, scale, batch: parameters of 10-35 MiB and about 0.1-0.2 s of compute on one core
+    "vgg": ("vgg16", 0.25, 8),
+    "resnet": ("resnet50", 0.5, 4),
+    "transformer": ("transformer", 0.3, None),
+}
+PACED_STEP_SECONDS = 0.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, for a smoke test")
+    parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
+    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--regime", choices=REGIMES, action="append")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(json.loads(options.worker))
+        return
+    rows = []
+    for hosts in options.hosts or (2, 4):
+        for model in options.model or MODELS:
+            for regime in options.regime or REGIMES:
+                row = run_case(hosts, model, regime, options.quick)
+                rows.append(row)
+                print(describe(row), file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps({"benchmark": "step_time", "machine": machine(), "rows": rows}, indent=1))
+
+
+def run_case(hosts: int, model: str, regime: str, quick: bool) -> dict:
+    from offbeat.emulate import Emulation
+
+    paced = hosts > 2
+    blocks, steps = (3, 6) if quick else (7, 10)
+    case = {"hosts": hosts, "model": model, "regime": regime, "paced": paced, "blocks": blocks, "steps": steps}
+    compute = PACED_STEP_SECONDS if paced else local_compute_seconds(model)
+    size = parameter_bytes(model)
+    bandwidth = 2 * (hosts - 1) / hosts * size / (REGIMES[regime] * compute)
+    with Emulation(hosts, bandwidth=bandwidth) as cluster:
+        results = cluster.run(
+            [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],
+            env={"OMP_NUM_THREADS": "1"},
+            timeout=580,
+        )
+    row = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
+    return {**case, "emulation": cluster.kind, "bandwidth_mbit": round(bandwidth * 8 / 1e6), "bytes": size, **row}
+
+
+def build(model: str, paced: bool):
+    import torch
+
+    from offbeat import zoo
+
+    name, scale, batch = MODELS[model]
+    torch.manual_seed(0)
+    if paced:
+        from offbeat.emulate.paced import PacedModel
+
+        graph = zoo.capture(name, scale=scale, batch=batch)
+        built = PacedModel.from_graph(graph, PACED_STEP_SECONDS / 3, PACED_STEP_SECONDS * 2 / 3)
+        return built, (torch.ones(1),)
+    return zoo.build(name, scale=scale, batch=batch)
+
+
+def parameter_bytes(model: str) -> int:
+    from offbeat import zoo
+
+    name, scale, batch = MODELS[model]
+    return sum(p.numel() * p.element_size() for p in zoo.build(name, scale=scale, batch=batch)[0].parameters())
+
+
+def local_compute_seconds(model: str) -> float:
+    """Step time of one worker while every core runs one, which is what the workers will see."""
+    import subprocess
+
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import step_time; step_time.time_local({model!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    return statistics.mean(float(run.communicate(timeout=120)[0]) for run in runs)
+
+
+def time_local(model: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    built, inputs = build(model, paced=False)
+    step = make_step(built, torch.optim.SGD(built.parameters(), lr=1e-4, momentum=0.9), inputs)
+    print(statistics.median(timed(step, 12)[2:]))
+
+
+def make_step(model, optimizer, inputs):
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*inputs).backward()
+        optimizer.step()
+
+    return step
+
+
+def timed(step, count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def work(case: dict) -> None:
+    import logging
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import offbeat
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    dist.init_process_group("gloo")
+    variants = {}
+
+    def add(name, wrap) -> None:
+        model, inputs = build(case["model"], case["paced"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        model, optimizer = wrap(model, optimizer)
+        finish = getattr(model, "flush", None)
+        variants[name] = (make_step(model, optimizer, inputs), finish)
+
+    add("local", lambda model, optimizer: (model, optimizer))
+    add("ddp_default", lambda model, optimizer: (DistributedDataParallel(model), optimizer))
+    for size in DDP_BUCKETS_MIB:
+        add(f"ddp_{size}", lambda m, o, size=size: (DistributedDataParallel(m, bucket_cap_mb=size), o))
+    add("offbeat", lambda model, optimizer: offbeat.distribute(model, optimizer, strategy="auto"))
+    flat = torch.zeros(sum(p.numel() for p in build(case["model"], case["paced"])[0].parameters()))
+    variants["network"] = (lambda: [dist.all_reduce(part) for part in flat.split(2**20)], None)
+
+    blocks: dict[str, list[float]] = {name: [] for name in variants}
+    for name, (step, finish) in variants.items():
+        timed(step, 12 if name == "offbeat" else 3)
+        if finish:
+            finish()
+    for block in range(case["blocks"]):
+        order = list(variants)
+        for name in order[block % len(order) :] + order[: block % len(order)]:
+            step, finish = variants[name]
+            dist.barrier()
+            timed(step, 2)
+            begin = time.perf_counter()
+            timed(step, case["steps"])
+            # The last step's outstanding work counts: without it deferred updates would be free.
+            if finish:
+                finish()
+            blocks[name].append((time.perf_counter() - begin) / case["steps"])
+    if dist.get_rank() == 0:
+        print(json.dumps(summary(blocks)), flush=True)
+    dist.barrier()
+
+
+def summary(blocks: dict[str, list[float]]) -> dict:
+    median = {name: statistics.median(times) * 1e3 for name, times in blocks.items()}
+    spread = {name: (max(times) - min(times)) * 1e3 for name, times in blocks.items()}
+    best = min((name for name in median if name.startswith("ddp_") and name != "ddp_default"), key=median.__getitem__)
+    best = min(best, "ddp_default", key=median.__getitem__)
+    bound = max(median["local"], median["network"])
+    return {
+        "median_ms": {name: round(value, 2) for name, value in median.items()},
+        "spread_ms": {name: round(value, 2) for name, value in spread.items()},
+        "bound_ms": round(bound, 2),
+        "best_ddp": best,
+        "offbeat_over_bound": round(median["offbeat"] / bound, 4),
+        "ddp_default_over_offbeat": round(median["ddp_default"] / median["offbeat"], 4),
+        "best_ddp_over_offbeat": round(median[best] / median["offbeat"], 4),
+        "best_ddp_over_bound": round(median[best] / bound, 4),
+    }
+
+
+def describe(row: dict) -> str:
+    median = row["median_ms"]
+    return (
+        f"{row['hosts']} hosts {'paced' if row['paced'] else 'real'} {row['model']:<12} {row['regime']:<14}"
+        f" {row['bandwidth_mbit']:>6} Mbit/s  compute {median['local']:.0f}  network {median['network']:.0f}"
+        f"  DDP {median['ddp_default']:.0f}  best DDP {median[row['best_ddp']]:.0f} ({row['best_ddp']})"
+        f"  Offbeat {median['offbeat']:.0f} ms = {row['offbeat_over_bound']:.3f} x bound,"
+        f" {row['ddp_default_over_offbeat']:.2f} x DDP, {row['best_ddp_over_offbeat']:.2f} x best DDP"
+    )
+
+
+def machine() -> dict:
+    import torch
+
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+if __name__ == "__main__":
+    main()

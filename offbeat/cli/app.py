@@ -1,0 +1,68 @@
+"""Arguments → an exit code; what the user got wrong → one sentence on stderr."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from offbeat.cli.show import say
+from offbeat.errors import OffbeatError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
+
+app = typer.Typer(
+    name="offbeat",
+    help="Makes distributed PyTorch training as fast as its cluster allows.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Typer brings its own copy of click in new releases and uses the installed one in old ones.
+_UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    warnings.showwarning = _show_warning
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False)
+        sys.stdout.flush()
+    except OffbeatError as error:
+        say(str(error))
+        return 1
+    except _UsageError as error:
+        say(f"{error.format_message().rstrip('.')} (offbeat --help shows the commands)")
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left; Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if code == INTERRUPTED:
+        say("interrupted")
+    return code or 0
+
+
+@app.callback(invoke_without_command=True)
+def offbeat(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from offbeat import __version__
+
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    # Others' notes for programmers (deprecations and such) are not about what the user asked for.
+    if issubclass(category, UserWarning):
+        say(f"warning: {message}")

@@ -1,0 +1,137 @@
+"""offbeat models, clusters and builders: what there is to choose from."""
+
+import importlib
+import inspect
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat import units
+from offbeat.cli.app import Json, app
+from offbeat.cli.show import print_facts, print_json, print_rows
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from offbeat.cluster import ClusterSpec
+
+
+@app.command(epilog="Example: offbeat models --counts")
+def models(
+    counts: Annotated[bool, typer.Option("--counts", help="Count parameters and variables (loads torch).")] = False,
+    scale: Annotated[float, typer.Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """List the models of the zoo."""
+    from offbeat import zoo
+
+    rows: list[dict[str, Any]] = [{"model": name} for name in zoo.names()]
+    if counts:
+        rows = [_count_parameters(name, scale) for name in zoo.names()]
+    print_rows(rows, as_json, parameters="{:,}".format)
+
+
+@app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
+def clusters(
+    cluster: Annotated[str | None, typer.Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the cluster as a file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the cluster presets, or check and show one cluster."""
+    from offbeat.cluster import ClusterSpec
+
+    if cluster is None:
+        if as_yaml:
+            raise OffbeatError("--yaml prints one cluster: name a preset or a file")
+        print_rows([_summary(ClusterSpec.preset(name)) for name in ClusterSpec.presets()], as_json)
+        return
+    spec = load_cluster(cluster)
+    summary = _summary(spec) | {"digest": spec.digest}
+    nodes = [_node_summary(spec, index) for index in range(len(spec.nodes))]
+    if as_yaml:
+        print(spec.to_yaml(), end="")
+    elif as_json:
+        print_json(summary | {"node_list": nodes})
+    else:
+        print_facts(summary)
+        print()
+        print_rows(nodes, as_json=False)
+
+
+@app.command(epilog="Example: offbeat builders")
+def builders(as_json: Json = False) -> None:
+    """List the strategy builders and their options."""
+    from offbeat.strategy import builders as names
+
+    print_rows(
+        [_describe_builder(name) for name in names()],
+        as_json,
+        options=lambda options: " ".join(f"{name}={default}" for name, default in options.items()) or "-",
+    )
+
+
+def load_cluster(text: str) -> "ClusterSpec":
+    """A cluster from a file, if there is one of that name or the text looks like a path, else from a preset."""
+    from offbeat.cluster import ClusterSpec
+
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml", ".json") or os.sep in text or path.is_file():
+        return ClusterSpec.load(path)
+    return ClusterSpec.preset(text)
+
+
+def _count_parameters(name: str, scale: float) -> dict[str, Any]:
+    import torch
+
+    from offbeat import zoo
+
+    with torch.device("meta"):
+        model, example_inputs = zoo.build(name, scale)
+    parameters = list(model.parameters())
+    return {
+        "model": name,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "variables": sum(parameter.requires_grad for parameter in parameters),
+        "parameter_bytes": sum(parameter.numel() * parameter.itemsize for parameter in parameters),
+        "batch": example_inputs[0].shape[0],
+    }
+
+
+def _summary(spec: "ClusterSpec") -> dict[str, Any]:
+    kinds = Counter(node.device for node in spec.nodes for _ in range(node.devices))
+    rates = sorted({node.bandwidth for node in spec.nodes})
+    return {
+        "cluster": spec.name,
+        "nodes": len(spec.nodes),
+        "ranks": spec.world_size,
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "bandwidth": ", ".join(units.format_bandwidth(rate) for rate in rates),
+        "dollars_per_hour": spec.total_price_per_hour,
+    }
+
+
+def _node_summary(spec: "ClusterSpec", index: int) -> dict[str, Any]:
+    node, ranks = spec.nodes[index], spec.ranks_of(index)
+    return {
+        "node": node.name,
+        "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}",
+        "device": node.device,
+        "memory": units.format_bytes(node.memory),
+        "peak": units.format_flops(node.peak_flops),
+        "bandwidth": units.format_bandwidth(node.bandwidth),
+        "latency": units.format_seconds(node.latency),
+        "inside": units.format_bandwidth(node.intra_bandwidth),
+    }
+
+
+def _describe_builder(name: str) -> dict[str, Any]:
+    # One builder per file, called what it is registered as.
+    build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
+    options = list(inspect.signature(build).parameters.values())[2:]
+    return {
+        "builder": name,
+        "summary": (inspect.getdoc(build) or "").partition("\n")[0],
+        "options": {option.name: option.default for option in options},
+    }

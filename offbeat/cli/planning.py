@@ -1,0 +1,152 @@
+"""offbeat plan: model + cluster + strategy → what one step sends and keeps."""
+
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.cli.app import Json, app
+from offbeat.cli.catalogue import load_cluster
+from offbeat.cli.show import print_facts, progress
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from offbeat.cluster import ClusterSpec
+    from offbeat.graph import ModelGraph
+    from offbeat.plan import Plan, Task
+    from offbeat.strategy import Strategy
+
+
+@app.command(epilog="Example: offbeat plan bert_large --cluster B7 --strategy all_reduce --option chunk=32")
+def plan(
+    model: Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")],
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")],
+    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder, a file, or auto.")] = "auto",
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Derive this rank's part alone.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Lower a strategy for a model on a cluster and show what it sends."""
+    spec = load_cluster(cluster)
+    with progress(f"capturing {model}"):
+        make_strategy = _strategy_maker(strategy, _parse_options(option or ()))
+        graph = capture_model(model, scale)
+    with progress("lowering"):
+        from offbeat.plan import lower
+
+        chosen = make_strategy(graph, spec)
+        lowered = lower(graph, spec, chosen, rank=rank)
+    if output is not None:
+        chosen.save(output)
+    print_facts(summarise(lowered), as_json, parameters="{:,}".format)
+
+
+def capture_model(text: str, scale: float | None) -> "ModelGraph":
+    """The graph of a zoo model, or of what the named function returns."""
+    module, colon, function = text.partition(":")
+    if not colon:
+        from offbeat import zoo
+
+        return zoo.capture(text, 1.0 if scale is None else scale)
+    if scale is not None:
+        raise OffbeatError(f"--scale: {scale} applies to models of the zoo, not to {text!r}")
+    from offbeat.graph import capture
+
+    model, example_inputs = _call(text, module, function)
+    return capture(model, example_inputs)
+
+
+def summarise(plan: "Plan") -> dict[str, Any]:
+    """What a plan sends and keeps, as plain values; of one rank's part, what that rank takes part in."""
+    graph, strategy = plan.graph, plan.strategy
+    largest = max(plan.messages, key=lambda message: message.bytes)
+    return {
+        "model": graph.name,
+        "captured_by": graph.source,
+        "parameters": graph.parameter_count,
+        "variables": len(graph.variables),
+        "operators": len(graph.operators),
+        "step_gigaflop": graph.flops / 1e9,
+        "cluster": plan.cluster.name,
+        "ranks": plan.cluster.world_size,
+        "rank": plan.rank,
+        "strategy": strategy.name,
+        "digest": strategy.digest,
+        "schedule": strategy.schedule.policy,
+        "mode": plan.mode,
+        "segments": len(plan.segments),
+        "messages": dict(Counter(message.synchronizer for message in plan.messages)),
+        "collectives": dict(Counter(task.kind for task in plan.communication)),
+        "largest_message_bytes": largest.bytes,
+        "largest_message_holds": _named(largest.variables),
+        "wire_bytes": sum(received_bytes(task) for task in plan.communication),
+        "busiest_ranks_send_bytes": round(plan.link_bytes),
+        "parameter_bytes": graph.parameter_bytes,
+        "gradient_bytes": sum(variable.bytes for variable in graph.gradient_order),
+        "activation_bytes": round(sum(segment.activation_bytes for segment in plan.segments)),
+    }
+
+
+def received_bytes(task: "Task") -> int:
+    """Bytes that all participants of a collective receive together, by a ring or from rank to rank."""
+    size = len(task.ranks)
+    copies = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1)}
+    return task.wire_bytes * copies.get(task.kind, size - 1)
+
+
+def _call(text: str, module: str, function: str) -> tuple[Any, Any]:
+    # As `python -m` has it; the installed command starts without the working directory.
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except OffbeatError:
+        raise
+    except Exception as error:
+        raise OffbeatError(f"{text}: cannot build the model: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise OffbeatError(f"{text}: it returned {type(made).__name__}, not a pair (model, example_inputs)")
+    return made
+
+
+def _strategy_maker(text: str, options: dict[str, Any]) -> Callable[["ModelGraph", "ClusterSpec"], "Strategy"]:
+    """Refuses what can be refused before the model is captured, which takes longer."""
+    from offbeat.api import resolve_strategy
+    from offbeat.strategy import Strategy, build_strategy
+    from offbeat.strategy import builders as names
+
+    if text in names():
+        return lambda graph, cluster: build_strategy(text, graph, cluster, **options)
+    if options:
+        raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
+    if text == "auto":
+        return lambda graph, cluster: resolve_strategy(text, graph, cluster)
+    if not Path(text).exists():
+        raise OffbeatError(f"--strategy: {text!r} is neither a builder ({', '.join(names())}) nor a strategy file")
+    loaded = Strategy.load(text)
+    return lambda graph, cluster: loaded
+
+
+def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """Values are read as JSON where they are valid JSON (64, true), else as text (4MiB)."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise OffbeatError(f"--option: {pair!r} is not of the form KEY=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _named(variables: Sequence[str]) -> str:
+    return ", ".join(variables[:3]) + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")

@@ -1,0 +1,113 @@
+"""Plain values → JSON, or tables and facts on a terminal, a pipe or a file."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from offbeat import units
+
+PIPE_WIDTH = 200
+Format = Callable[[Any], str]
+
+
+def say(sentence: str) -> None:
+    """One line on stderr."""
+    print(f"offbeat: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, allow_nan=False))
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, **formats: Format) -> None:
+    """Rows of equal fields as a table; numbers stand right-aligned."""
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, value in rows[0].items():
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+        table.add_column(_title(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(name, value, formats) for name, value in row.items()))
+    _print(table)
+
+
+def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Format) -> None:
+    """One value as lines of name and content; what is None is left out."""
+    if as_json:
+        print_json(facts)
+        return
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(_title(name), _text(name, value, formats))
+    _print(table)
+
+
+@contextmanager
+def progress(what: str) -> Generator[None, None, None]:
+    """A spinner on stderr while something runs, where somebody watches."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, markup=False).status(what):
+        yield
+
+
+@contextmanager
+def stdout_to_stderr(wanted: bool = True) -> Generator[None, None, None]:
+    """Whatever this process and its children print meanwhile goes to stderr, so that stdout holds the result alone."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    # A pipe has no width of its own, and a cut line would lose what a script looks for.
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+
+
+def _text(name: str, value: Any, formats: Mapping[str, Format]) -> str:
+    if value is None:
+        return "-"
+    if name in formats:
+        return formats[name](value)
+    if name.endswith("_bytes"):
+        return units.format_bytes(value)
+    if name.endswith("_seconds"):
+        return units.format_seconds(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{count} {key}" for key, count in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _title(name: str) -> str:
+    for unit in ("_bytes", "_seconds"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")

@@ -1,0 +1,291 @@
+"""A model's name and a strategy → how far distributed training ends up from its reference. Runs on every rank."""
+
+import random
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import small_models
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from offbeat import api
+from offbeat.cluster import ClusterSpec
+from offbeat.graph import ModelGraph, capture
+from offbeat.strategy import Encoder, Strategy, build_strategy
+
+TIMEOUT = timedelta(seconds=30)
+
+
+@cache
+def _graph(model: str, dtype: torch.dtype, optimizer: str) -> ModelGraph:
+    """Captured once for all strategies: it takes longer than five steps."""
+    fresh = small_models.make(model, dtype)
+    return capture(fresh, small_models.batch(model, 0, 0, dtype), optimizer=_optimizer_name(optimizer))
+
+
+def _optimizer_name(kind: str) -> str:
+    return type(small_models.make_optimizer(kind, [nn.Parameter(torch.zeros(1))])).__name__
+
+
+@contextmanager
+def _remembering_capture(model: str, dtype: torch.dtype, optimizer: str) -> Generator[None, None, None]:
+    api.capture = lambda *_, **__: _graph(model, dtype, optimizer)
+    try:
+        yield
+    finally:
+        api.capture = capture
+
+
+def _strategy(given: dict[str, Any], graph: ModelGraph, cluster: ClusterSpec, mode: str | None) -> Strategy:
+    """From {"builder": name, "options": …} or {"json": text}."""
+    if "json" in given:
+        strategy = Strategy.from_json(given["json"])
+    else:
+        options = dict(given.get("options", {}))
+        if isinstance(options.get("encoder"), dict):
+            options["encoder"] = Encoder(**options["encoder"])
+        strategy = build_strategy(given["builder"], graph, cluster, **options)
+    if mode is not None:
+        strategy = strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": mode})})
+    return strategy
+
+
+def _cluster(nodes: int | None) -> ClusterSpec:
+    """The job's ranks spread over so many nodes; one node each if not given."""
+    world = dist.get_world_size()
+    nodes = nodes or world
+    return ClusterSpec.homogeneous(nodes=nodes, devices_per_node=world // nodes)
+
+
+@contextmanager
+def _distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | str,
+    example_inputs: Any = None,
+    cluster: ClusterSpec | None = None,
+) -> Generator[Any, None, None]:
+    """distribute(), and its hooks and channels gone afterwards."""
+    offbeat.distribute(
+        model, optimizer, strategy, example_inputs=example_inputs, cluster=cluster, timeout=TIMEOUT
+    )
+    engine = model._offbeat.engine
+    try:
+        yield engine
+    except BaseException:
+        # The others may wait for this rank: closing its channels tells them.
+        engine.channels.close()
+        raise
+    engine.detach()
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    """All parameters of the state dict, tied ones as often as they are named."""
+    return torch.cat([value.detach().reshape(-1).double() for value in model.state_dict().values()])
+
+
+def _parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
+
+
+_references: dict[Any, torch.Tensor] = {}
+
+
+def _shared(key: Any, compute: Any) -> torch.Tensor:
+    """What rank 0 computes, on every rank; computed once."""
+    if key not in _references:
+        result = compute() if dist.get_rank() == 0 else None
+        length = torch.tensor([0 if result is None else result.numel()])
+        dist.broadcast(length, src=0)
+        if result is None:
+            result = torch.empty(int(length), dtype=torch.float64)
+        dist.broadcast(result, src=0)
+        _references[key] = result
+    return _references[key]
+
+
+def _reference(
+    name: str, kind: str, dtype: torch.dtype, steps: int, world: int, weights: tuple[float, ...], sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Parameters of one process that computes each replica's gradient on its own batch and averages them."""
+    model = small_models.make(name, dtype, sparse=kind != "adamw")
+    optimizer = small_models.make_optimizer(kind, model.parameters())
+    total = sum(weights)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            loss = model(*small_models.batch(name, step, rank, dtype, sizes[rank]))
+            (loss * (weights[rank] / total)).backward()
+        optimizer.step()
+    return _parameters(model)
+
+
+def train(
+    model: str,
+    optimizer: str,
+    strategy: dict[str, Any],
+    dtype: str = "float64",
+    mode: str | None = None,
+    nodes: int | None = None,
+    steps: int = 5,
+    sizes: list[int] | None = None,
+    delays: int | None = None,
+) -> dict[str, Any]:
+    """Trains as told and says how far the parameters are from the reference, and in which mode it ended.
+
+    `sizes` are the ranks' batch sizes; `delays` seeds random sleeps in forward and backward, different on each rank.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kind = getattr(torch, dtype)
+    graph, cluster = _graph(model, kind, optimizer), _cluster(nodes)
+    chosen = _strategy(strategy, graph, cluster, mode)
+    batch_sizes = tuple(sizes or [4] * world)
+    weights = chosen.weights or (1.0,) * world
+    key = (model, optimizer, dtype, steps, world, weights, batch_sizes)
+    expected = _shared(key, lambda: _reference(model, optimizer, kind, steps, world, weights, batch_sizes))
+    # Only rank 0 has the reference's weights: distribute() must share them.
+    net = small_models.make(model, kind, seed=rank)
+    trainer = small_models.make_optimizer(optimizer, net.parameters())
+    example = small_models.batch(model, 0, rank, kind)
+    with (
+        _remembering_capture(model, kind, optimizer),
+        _distributed(net, trainer, chosen, example, cluster) as engine,
+        _sleeping(net, delays),
+    ):
+        for step in range(steps):
+            trainer.zero_grad()
+            net(*small_models.batch(model, step, rank, kind, batch_sizes[rank])).backward()
+            trainer.step()
+        ended = net.offbeat_mode
+        kinds = sorted({message.synchronizer for message in engine.plan.messages})
+        error = (_parameters(net) - expected).abs().max().item()
+        messages, tasks = len(engine.plan.messages), len(engine.plan.communication)
+    return {"error": error, "mode": ended, "synchronizers": kinds, "messages": messages, "tasks": tasks}
+
+
+@contextmanager
+def _sleeping(model: nn.Module, seed: int | None) -> Generator[None, None, None]:
+    """Modules that take up to 3 ms longer at random, in forward and in backward."""
+    if seed is None:
+        yield
+        return
+    draw = random.Random(seed * 100 + dist.get_rank())
+
+    def nap(*_: Any) -> None:
+        if draw.random() < 0.3:
+            time.sleep(draw.uniform(0, 0.003))
+
+    def forward(_: nn.Module, __: Any, output: Any) -> None:
+        nap()
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(nap)
+
+    handles = [module.register_forward_hook(forward) for module in model.modules()]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def by_name(builder: str) -> dict[str, Any]:
+    """The builder's own defaults, named as a user names them, with and without an example batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = _shared(
+        ("by_name", world),
+        lambda: _reference("mlp", "sgd", torch.float64, 3, world, (1.0,) * world, (4,) * world),
+    )
+    errors = {}
+    for captured in (True, False):
+        net = small_models.make("mlp", seed=rank)
+        trainer = small_models.make_optimizer("sgd", net.parameters())
+        example = small_models.batch("mlp", 0, rank) if captured else None
+        with _distributed(net, trainer, builder, example):
+            for step in range(3):
+                trainer.zero_grad()
+                net(*small_models.batch("mlp", step, rank)).backward()
+                trainer.step()
+            errors["captured" if captured else "uncaptured"] = (_parameters(net) - expected).abs().max().item()
+    return errors
+
+
+def sync_batch_norm(builder: str, mode: str) -> dict[str, Any]:
+    """SyncBatchNorm with the batch spread over the ranks, against BatchNorm with the whole batch in one process.
+
+    torch's SyncBatchNorm refuses CPU tensors, so a layer with its arithmetic stands in: collectives inside forward and
+    backward, between the engine's own.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def whole() -> torch.Tensor:
+        model = small_models.make("cnn")
+        optimizer = small_models.make_optimizer("sgd", model.parameters())
+        for step in range(5):
+            parts = [small_models.batch("cnn", step, each) for each in range(world)]
+            optimizer.zero_grad()
+            model(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))).backward()
+            optimizer.step()
+        return _flat(model)
+
+    expected = _shared(("sync_batch_norm", world), whole)
+    net = small_models.make("cnn", seed=rank)
+    _replace_batch_norm(net)
+    trainer = small_models.make_optimizer("sgd", net.parameters())
+    cluster = _cluster(None)
+    example = small_models.batch("cnn", 0, rank)
+    graph = _graph("cnn", torch.float64, "sgd")
+    chosen = _strategy({"builder": builder}, graph, cluster, mode)
+    with _remembering_capture("cnn", torch.float64, "sgd"), _distributed(net, trainer, chosen, example, cluster):
+        for step in range(5):
+            trainer.zero_grad()
+            net(*small_models.batch("cnn", step, rank)).backward()
+            trainer.step()
+        return {"error": (_flat(net) - expected).abs().max().item(), "mode": net.offbeat_mode}
+
+
+class SyncedBatchNorm(nn.BatchNorm2d):
+    """BatchNorm over the batch of all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        world = dist.get_world_size()
+        axes = (0, 2, 3)
+        mean = _Sum.apply(x.mean(axes)) / world
+        square = _Sum.apply((x * x).mean(axes)) / world
+        variance = square - mean * mean
+        with torch.no_grad():
+            count = world * x.numel() // x.shape[1]
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+            self.num_batches_tracked += 1
+        column = (None, slice(None), None, None)
+        normed = (x - mean[column]) * torch.rsqrt(variance + self.eps)[column]
+        return normed * self.weight[column] + self.bias[column]
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks; so is its gradient."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def _replace_batch_norm(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                replacement = SyncedBatchNorm(child.num_features).to(child.weight.dtype)
+                replacement.load_state_dict(child.state_dict())
+                setattr(module, name, replacement)
