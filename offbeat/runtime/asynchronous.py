@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from offbeat.runtime.channel import Channel
-from offbeat.runtime.parcels import ServerParcel, piece_views
+from offbeat.runtime.parcels import ServerParcel, box_slices, piece_views
+from offbeat.runtime.updates import Unit
 
 _GRADIENT, _FAREWELL = 1, 0
 _UP, _DOWN = 1, 2
@@ -27,11 +28,14 @@ class AsyncParcel(ServerParcel):
         self.inbox = torch.zeros_like(self.buffer)
         self.inbox_views = list(piece_views(self.message, self.inbox))
 
-    def update_units(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    def update_units(self) -> list[Unit]:
         if self.me != self.message.owner:
             return []
-        values = zip(self.value_views, self.inbox_views, strict=True)
-        return [(torch.nn.Parameter(value), place, view) for place, (value, view) in enumerate(values)]
+        held = zip(self.message.pieces, self.parameters, self.value_views, self.inbox_views, strict=True)
+        return [
+            Unit(parameter, torch.nn.Parameter(value), view, box_slices(piece))
+            for piece, parameter, value, view in held
+        ]
 
 
 class AsyncServer:

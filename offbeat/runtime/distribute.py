@@ -20,6 +20,7 @@ from offbeat.plan import Message, Plan
 from offbeat.runtime.asynchronous import AsyncParcel
 from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.channel import Channels
+from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.forward import ForwardGate
@@ -96,6 +97,13 @@ class DistributedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._offbeat.engine.zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As a single device's; where a strategy spreads state over ranks, every rank must call it."""
+        return gather_state(self._offbeat.engine)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scatter_state(self._offbeat.engine, state_dict)
+
 
 class Runtime:
     """Everything distribute() attaches to a model and an optimizer."""
@@ -144,7 +152,8 @@ class Runtime:
             target._offbeat = self  # type: ignore[union-attr]
             target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
         self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
-        self.optimizer.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
+        self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all())
+        self.model.register_load_state_dict_post_hook(lambda *_: self.engine.take_values())
 
 
 def make_parcels(

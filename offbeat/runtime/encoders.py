@@ -441,7 +441,9 @@ class _PowerSGD(MessageEncoder):
         parts = [corrected.new_empty(0)]
         with self._full_precision():
             for matrix, factor, first in zip(self._matrices, self._factors, self._first, strict=True):
-                parts.append((matrix.of(corrected) @ _orthonormalise(factor, first)).flatten())
+                usable = factor.isfinite().all(0) & factor.any(0)
+                start = _orthonormalise(torch.where(usable, factor, first))
+                parts.append((matrix.of(corrected) @ start).flatten())
         parts += [piece.of(corrected) for piece in self._whole]
         payload = _narrow(torch.cat(parts), self._dtype, self._setting.world)
         if self.residual is not None:
@@ -505,29 +507,22 @@ def _mix(*numbers: int) -> int:
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _orthonormalise(matrix: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
-    """Orthonormal columns with the span of `matrix`; a column that adds nothing becomes zero, or comes from `spare`.
+def _orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns with the span of `matrix`; a column that adds nothing to those before it becomes zero.
 
     Gram-Schmidt rather than QR, whose column for such a direction is rounding noise that other hardware computes
     differently.
     """
-    columns, spares = matrix.T.contiguous(), None if spare is None else spare.T
+    # Squares of the elements must neither overflow nor vanish. Zeros and overflows turn into NaN, which is not `alive`.
+    columns = matrix.T / matrix.abs().amax(0).unsqueeze(1)
+    noise = 64 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(columns, dim=1)
     basis = torch.zeros_like(columns)
     for index, column in enumerate(columns):
-        vector = _new_direction(column, basis[:index])
-        if spares is not None:
-            vector = torch.where(vector.any(), vector, _new_direction(spares[index], basis[:index]))
-        basis[index] = vector
+        rest, done = column, basis[:index]
+        # A second projection removes what rounding left of the first.
+        for _ in range(2 if index else 0):
+            rest = rest - (done @ rest) @ done
+        length = torch.linalg.vector_norm(rest)
+        alive = length > noise[index]
+        basis[index] = torch.where(alive, rest / length, 0.0)
     return basis.T
-
-
-def _new_direction(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """The part of `vector` orthogonal to the rows of `basis`, at length one; zeros if that is only rounding error."""
-    # Squares of the elements must neither overflow nor vanish; zeros and overflows turn into NaN, which is not `alive`.
-    vector = vector / vector.abs().amax()
-    rest = vector
-    for _ in range(2):
-        rest = rest - (basis @ rest) @ basis
-    length = torch.linalg.vector_norm(rest)
-    alive = length > 64 * torch.finfo(vector.dtype).eps * torch.linalg.vector_norm(vector)
-    return torch.where(alive, rest / length, 0.0)

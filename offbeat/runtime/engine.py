@@ -24,7 +24,7 @@ from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
-from offbeat.runtime.parcels import Parcel, ShardedParcel, SparseServerParcel, ValueParcel
+from offbeat.runtime.parcels import Parcel, ShardedParcel, SparseServerParcel, ValueParcel, box_slices
 from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
 
@@ -38,7 +38,6 @@ class Component:
         self.parcels = parcels
         self.optimizer: UnitOptimizer | None = None
         """Applies what every replica applies; None if it holds nothing of the kind."""
-        self.unit_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.settled = True
         self.stale = any(parcel.message.staleness for parcel in parcels)
 
@@ -141,56 +140,42 @@ class Engine:
         return components
 
     def _make_component_optimizer(self, component: Component) -> None:
-        groups = group_of(self.optimizer)
-        units: list[Unit] = []
-        whole: dict[int, bool] = {}
-        for parcel in component.parcels:
-            for parameter in parcel.parameters:
-                whole[id(parameter)] = whole.get(id(parameter), True) and parcel.replicated
-        seen: set[int] = set()
-        share = True
+        """Whole variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
+        optimized = group_of(self.optimizer)
+        owned = {id(p) for parcel in component.parcels if not parcel.replicated for p in parcel.parameters}
+        units: dict[object, Unit] = {}
         for parcel in component.parcels:
             if not parcel.replicated:
                 continue
-            for parameter, view, piece in zip(
-                parcel.parameters, getattr(parcel, "views", [None]), parcel.message.pieces, strict=True
-            ):
-                if id(parameter) not in groups:
+            for place, (piece, parameter) in enumerate(zip(parcel.message.pieces, parcel.parameters, strict=True)):
+                if id(parameter) not in optimized:
                     continue
-                if whole[id(parameter)]:
-                    if id(parameter) not in seen:
-                        units.append(Unit(parameter, groups[id(parameter)]))
-                        seen.add(id(parameter))
+                if id(parameter) not in owned:
+                    units[id(parameter)] = Unit(parameter, parameter)
                 else:
-                    # Some shards have an owner: the replicated ones are updated on their own.
-                    box = tuple(slice(start, stop) for start, stop in piece.box)
-                    tensor = torch.nn.Parameter(parameter.data[box])
-                    units.append(Unit(tensor, groups[id(parameter)]))
-                    component.unit_gradients.append((tensor, view))
-                    share = False
+                    box = box_slices(piece)
+                    units[piece] = Unit(parameter, torch.nn.Parameter(parameter.data[box]), parcel.views[place], box)
         if units:
-            component.optimizer = UnitOptimizer(self.optimizer, self.optimizer_class, units, share_state=share)
+            component.optimizer = UnitOptimizer(self.optimizer, self.optimizer_class, list(units.values()))
 
     def _make_server_optimizers(self) -> None:
         """What this rank owns is updated here, with its own optimizer state."""
-        groups = group_of(self.optimizer)
+        optimized = group_of(self.optimizer)
         self.owned: dict[int, UnitOptimizer] = {}
-        self.owned_gradients: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for parcel in self.parcels:
             if parcel.replicated:
                 continue
             parcel.hold_values()  # type: ignore[attr-defined]
-            units, gradients, share = [], [], True
-            for tensor, place, gradient in parcel.update_units():
-                parameter = parcel.parameters[place]
-                if id(parameter) in groups:
-                    units.append(Unit(tensor, groups[id(parameter)]))
-                    gradients.append((tensor, gradient, parameter))
-                    share = share and tensor is parameter
+            units = [unit for unit in parcel.update_units() if id(unit.parameter) in optimized]
             if units:
-                index = parcel.message.index
-                self.owned[index] = UnitOptimizer(self.optimizer, self.optimizer_class, units, share_state=share)
-                self.owned_gradients[index] = gradients
+                self.owned[parcel.message.index] = UnitOptimizer(self.optimizer, self.optimizer_class, units)
+
+    def unit_optimizers(self) -> Iterable[UnitOptimizer]:
+        """Every optimizer that stands in for a part of the user's."""
+        yield from self.owned.values()
+        for component in self.components:
+            if component.optimizer is not None:
+                yield component.optimizer
 
     # Backward
 
@@ -344,16 +329,9 @@ class Engine:
             parcel.take_published() if self.published else parcel.settle_parts()
         if optimizer is None:
             return
-        if isinstance(parcel, SparseServerParcel):
-            gradients = [(parcel.unit, parcel.collect())]
-        else:
-            unused = {id(self.parameters[name]) for name in self.absences.unused()}
-            gradients = [
-                (tensor, None if id(parameter) in unused else gradient)
-                for tensor, gradient, parameter in self.owned_gradients[parcel.message.index]
-            ]
+        arrived = {id(parcel.unit): parcel.collect()} if isinstance(parcel, SparseServerParcel) else {}
         optimizer.refresh()
-        self._apply(optimizer, gradients)
+        self._apply(optimizer, arrived)
 
     def _step_stale(self, component: Component) -> None:
         """This step's messages leave; those that are due, or have arrived, are applied."""
@@ -372,7 +350,7 @@ class Engine:
                 if not parcel.replicated:
                     parcel.receive()  # type: ignore[attr-defined]
         if component.optimizer is not None:
-            self._apply(component.optimizer, component.unit_gradients)
+            self._apply(component.optimizer)
 
     def drain(self) -> None:
         """Waits for stale messages too, so that all replicas are equal; every rank must call it."""
@@ -387,15 +365,15 @@ class Engine:
         optimizer = self.owned.get(parcel.message.index)
         if optimizer is not None:
             optimizer.refresh()
-            for tensor, gradient, _ in self.owned_gradients[parcel.message.index]:
-                set_gradient(tensor, gradient)
+            optimizer.take_gradients({}, frozenset())
             optimizer.step()
 
-    def _apply(self, optimizer: UnitOptimizer, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _apply(self, optimizer: UnitOptimizer, arrived: dict[int, torch.Tensor] | None = None) -> None:
+        """Steps an optimizer; `arrived` holds gradients that lie elsewhere than their units say, by the unit's id."""
         self.own_access = True
         try:
-            for tensor, gradient in gradients:
-                set_gradient(tensor, gradient)
+            unused = frozenset(id(self.parameters[name]) for name in self.absences.unused())
+            optimizer.take_gradients(arrived or {}, unused)
             optimizer.step()
         finally:
             self.own_access = False
@@ -413,8 +391,7 @@ class Engine:
                 elif parcel.loaded:
                     parcel.finish()
         if component.optimizer is not None:
-            self._forget_unused()
-            self._apply(component.optimizer, component.unit_gradients)
+            self._apply(component.optimizer)
         for parameter in component.parameters():
             zeroing = self.zeroing.get(id(parameter))
             if zeroing == "none":
@@ -431,6 +408,12 @@ class Engine:
         for component in self.components:
             self.settle(component)
         self.zeroing.clear()
+
+    def take_values(self) -> None:
+        """The parameters were written from outside: what goes back from their owners must start from them."""
+        for parcel in self.parcels:
+            if isinstance(parcel, ValueParcel):
+                parcel.pack_values()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets gradients: those still needed for an outstanding update are forgotten once it is applied."""

@@ -16,6 +16,7 @@ from offbeat.runtime.channel import Channels, Work
 from offbeat.runtime.encoders import MessageEncoder
 from offbeat.runtime.guard import raw_gradient, set_gradient
 from offbeat.runtime.rows import RowExchange, Rows
+from offbeat.runtime.updates import Unit
 
 
 class Parcel:
@@ -98,8 +99,8 @@ class Parcel:
                 gradient[box_slices(piece)] = view
         self.loaded = False
 
-    def update_units(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-        """(tensor to update, its variable's place in `parameters`, its gradient) for what this rank applies itself."""
+    def update_units(self) -> list[Unit]:
+        """What this rank updates on behalf of all."""
         return []
 
 
@@ -208,14 +209,15 @@ class ValueParcel(Parcel):
 class ServerParcel(ValueParcel):
     """Reduced to its owner, who updates it and broadcasts the parameters."""
 
-    def update_units(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    def update_units(self) -> list[Unit]:
         if self.me != self.message.owner:
             return []
+        held = zip(self.message.pieces, self.parameters, self.value_views, self.views, self.whole, strict=True)
         return [
-            (parameter if whole else torch.nn.Parameter(value), place, view)
-            for place, (parameter, value, view, whole) in enumerate(
-                zip(self.parameters, self.value_views, self.views, self.whole, strict=True)
-            )
+            Unit(parameter, parameter, view)
+            if whole
+            else Unit(parameter, torch.nn.Parameter(value), view, box_slices(piece))
+            for piece, parameter, value, view, whole in held
         ]
 
 
@@ -273,15 +275,16 @@ class ShardedParcel(ValueParcel):
         for start, part in self.wire_parts.items():
             self.parts[start].copy_(part)
 
-    def update_units(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    def update_units(self) -> list[Unit]:
         units = []
-        edges = piece_edges(self.message)
+        held = list(zip(self.message.pieces, self.parameters, piece_edges(self.message), strict=True))
         for start, (begin, end, _) in self.mine.items():
-            for place, (left, right) in enumerate(edges):
+            for piece, parameter, (left, right) in held:
                 low, high = max(begin, left), min(end, right)
                 if low < high:
                     gradient = self.parts[start][low - begin : high - begin]
-                    units.append((torch.nn.Parameter(self.values[low:high]), place, gradient))
+                    tensor = torch.nn.Parameter(self.values[low:high])
+                    units.append(Unit(parameter, tensor, gradient, box_slices(piece), slice(low - left, high - left)))
         return units
 
     def start_return(self, task: Task) -> None:
@@ -400,8 +403,10 @@ class SparseServerParcel(SparseParcel):
         self.back = RowExchange(self.exchange.width, self.dtype, self.device, self.exchange.block_rows)
         self.pending: tuple[Task, torch.Tensor] | None = None
 
-    def update_units(self) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-        return [(self.unit, 0, torch.empty(0))] if self.me == self.message.owner else []
+    def update_units(self) -> list[Unit]:
+        if self.me != self.message.owner:
+            return []
+        return [Unit(self.parameters[0], self.unit, None, (slice(*self.rows_range),))]
 
     @torch.no_grad()
     def collect(self) -> torch.Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from offbeat.runtime.guard import set_gradient
+
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
 """torch.optim classes that treat every element alone, so that pieces of a variable can be updated separately."""
 PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
@@ -18,18 +20,43 @@ PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
 class Unit:
     """What is updated at once: a variable, or a piece of one seen as a parameter."""
 
+    parameter: torch.nn.Parameter
+    """The variable it is, or is a piece of."""
     tensor: torch.Tensor
-    group: int
-    """Index of the parameter group whose hyperparameters apply."""
+    gradient: torch.Tensor | None = None
+    """Where its gradient arrives; None for a whole variable, whose gradient arrives in `parameter.grad`."""
+    box: tuple[slice, ...] | None = None
+    """Which box of the variable it is; None for all of it."""
+    span: slice | None = None
+    """Which elements of the flattened box it is; None for all of them."""
+
+    def read(self, whole: torch.Tensor) -> torch.Tensor:
+        """This unit's part of a tensor of the variable's shape."""
+        part = whole if self.box is None else whole[self.box]
+        return part if self.span is None else part.reshape(-1)[self.span]
+
+    def write(self, whole: torch.Tensor, value: torch.Tensor) -> None:
+        """Puts this unit's part into a tensor of the variable's shape."""
+        part = whole if self.box is None else whole[self.box]
+        if self.span is None:
+            part.copy_(value.view_as(part))
+            return
+        flat = part.reshape(-1)
+        flat[self.span] = value.view(-1)
+        part.copy_(flat.view_as(part))
 
 
 class UnitOptimizer:
     """An optimizer of the user's class and hyperparameters over a few units."""
 
-    def __init__(self, base: Optimizer, base_class: type[Optimizer], units: Sequence[Unit], share_state: bool) -> None:
+    def __init__(self, base: Optimizer, base_class: type[Optimizer], units: Sequence[Unit]) -> None:
         self.base = base
         self.base_class = base_class
-        self.groups = sorted({unit.group for unit in units})
+        self.units = units
+        self.own_state = any(unit.tensor is not unit.parameter for unit in units)
+        """Its state is kept apart from the user's optimizer, because it is that of pieces."""
+        group = group_of(base)
+        self.groups = sorted({group[id(unit.parameter)] for unit in units})
         self.optimizer = copy.copy(base)
         self.optimizer.__class__ = base_class
         # A scheduler may have put a counting wrapper on the instance.
@@ -37,10 +64,13 @@ class UnitOptimizer:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self.optimizer, name, OrderedDict())
         self.optimizer.param_groups = [
-            {**base.param_groups[group], "params": [unit.tensor for unit in units if unit.group == group]}
-            for group in self.groups
+            {
+                **base.param_groups[number],
+                "params": [unit.tensor for unit in units if group[id(unit.parameter)] == number],
+            }
+            for number in self.groups
         ]
-        if not share_state:
+        if self.own_state:
             self.optimizer.state = defaultdict(dict)
 
     def refresh(self) -> None:
@@ -49,6 +79,16 @@ class UnitOptimizer:
             for key, value in self.base.param_groups[group].items():
                 if key != "params":
                     mine[key] = value
+
+    def take_gradients(self, arrived: dict[int, torch.Tensor], unused: frozenset[int]) -> None:
+        """Gives each unit its gradient: the one that arrived elsewhere, its own, or none if nobody used its variable."""
+        for unit in self.units:
+            if id(unit.parameter) in unused:
+                set_gradient(unit.tensor, None)
+            elif id(unit.tensor) in arrived:
+                set_gradient(unit.tensor, arrived[id(unit.tensor)])
+            elif unit.gradient is not None:
+                set_gradient(unit.tensor, unit.gradient)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -21,7 +21,7 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(11, 19), nn.ReLU(), nn.Linear(19, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+        self.layers = nn.Sequential(nn.Linear(23, 37), nn.ReLU(), nn.Linear(37, 9), nn.Tanh(), nn.Linear(9, CLASSES))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.layers(x), y)
@@ -114,7 +114,7 @@ def batch(name: str, step: int, rank: int, dtype: torch.dtype = torch.float64, s
 
     match name:
         case "mlp":
-            return torch.randn(size, 11, generator=g).to(dtype), whole(CLASSES, size)
+            return torch.randn(size, 23, generator=g).to(dtype), whole(CLASSES, size)
         case "cnn":
             return torch.randn(size, 3, 6, 6, generator=g).to(dtype), whole(CLASSES, size)
         case "transformer":

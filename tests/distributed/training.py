@@ -72,9 +72,7 @@ def _distributed(
     cluster: ClusterSpec | None = None,
 ) -> Generator[Any, None, None]:
     """distribute(), and its hooks and channels gone afterwards."""
-    offbeat.distribute(
-        model, optimizer, strategy, example_inputs=example_inputs, cluster=cluster, timeout=TIMEOUT
-    )
+    offbeat.distribute(model, optimizer, strategy, example_inputs=example_inputs, cluster=cluster, timeout=TIMEOUT)
     engine = model._offbeat.engine
     try:
         yield engine
@@ -289,3 +287,13 @@ def _replace_batch_norm(model: nn.Module) -> None:
                 replacement = SyncedBatchNorm(child.num_features).to(child.weight.dtype)
                 replacement.load_state_dict(child.state_dict())
                 setattr(module, name, replacement)
+
+
+def weighted(model: str, optimizer: str, builder: str, options: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """A builder's strategy with each replica's share in the average set to its batch size."""
+    cluster = _cluster(None)
+    strategy = _strategy(
+        {"builder": builder, "options": options}, _graph(model, torch.float64, optimizer), cluster, "auto"
+    )
+    strategy = strategy.model_copy(update={"weights": tuple(float(size) for size in sizes)})
+    return train(model, optimizer, {"json": strategy.to_json()}, sizes=sizes)

@@ -176,7 +176,10 @@ def in_shard(**fields: Any) -> dict[str, Any]:
             "shard is placed on one rank, its owner, not on []",
         ),
         (in_shard(stations=[0]), "stations [0] belong to a parameter_server shard, not to all_reduce"),
-        (in_shard(asynchronous=True), "an asynchronous shard needs a parameter_server without staleness, not all_reduce"),
+        (
+            in_shard(asynchronous=True),
+            "an asynchronous shard needs a parameter_server without staleness, not all_reduce",
+        ),
         (in_shard(reduction_order=[1, 0, 1]), "reduction_order [1, 0, 1] names a rank twice"),
         (in_shard(staleness=-1), "variables.w.shards[0].staleness: input should be greater than or equal to 0, got -1"),
         (
