@@ -24,7 +24,9 @@ _HOME = {
 }
 _PACKAGES = ("zoo", "emulate")
 
-__all__ = sorted((*_HOME, *_PACKAGES))
+__all__ = [  # noqa: PLE0604 - the table above is the one place that lists the names
+    *sorted((*_HOME, *_PACKAGES)),
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
@@ -14,8 +15,15 @@ from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
+from offbeat.runtime.channel import Channel
 from offbeat.runtime.distribute import Runtime
+from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy, build_strategy, builders
+
+NEGLIGIBLE_NETWORK_SECONDS = 2e-3
+"""Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
+MIN_BUCKET_BYTES = 2**20
+MAX_BUCKET_BYTES = 25 * 2**20
 
 
 def distribute(
@@ -49,7 +57,7 @@ def distribute(
 def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
     """A Strategy from whatever a user may pass for one."""
     if isinstance(strategy, str) and strategy == "auto":
-        return build_strategy("overlap", graph, cluster)
+        return _starting_strategy(graph, cluster)
     if isinstance(strategy, str) and strategy in builders():
         return build_strategy(strategy, graph, cluster)
     if not isinstance(strategy, Strategy):
@@ -58,6 +66,28 @@ def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGr
         strategy = Strategy.load(strategy)
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
     return strategy.model_copy(update={"cluster": ""})
+
+
+def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
+    """A plan fit for the link as it is measured now: overlapped into the next forward where the network takes time.
+
+    A message should be long enough that what each collective costs beside its bytes is a tenth of it at the most.
+    """
+    seconds, seconds_per_byte = measure_link()
+    network = seconds_per_byte * graph.parameter_bytes
+    if network < NEGLIGIBLE_NETWORK_SECONDS:
+        return build_strategy("ddp", graph, cluster)
+    bucket = min(max(10 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+    return build_strategy("overlap", graph, cluster, bucket=bucket, slice_bytes=2 * bucket)
+
+
+def measure_link() -> tuple[float, float]:
+    """(seconds per all-reduce, seconds per byte) of the whole job, the same on every rank."""
+    if dist.get_world_size() == 1:
+        return 0.0, 0.0
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    everyone = tuple(range(dist.get_world_size()))
+    return fit_link(Channel(_get_default_group()._get_backend(device), everyone, dist.get_rank()), device)
 
 
 def join_job(timeout: timedelta | None = None) -> None:

@@ -28,9 +28,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    warnings.showwarning = _show_warning
     try:
-        code = app(args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app(args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False)
         sys.stdout.flush()
     except OffbeatError as error:
         say(str(error))

@@ -20,9 +20,9 @@ def emulate(
     as_json: Json = False,
 ) -> None:
     """Run a script on an emulated cluster: hosts joined by links of limited bandwidth."""
+    rates = _bandwidths(bandwidth, hosts)
     from offbeat.emulate import emulate_command
 
-    rates = _bandwidths(bandwidth, hosts)
     with stdout_to_stderr(as_json):
         code = emulate_command(hosts, rates, ranks_per_host, script, timeout)
     if as_json:

@@ -1,92 +1,125 @@
-"""Open namespaces + one bandwidth per host → a switch with a shaped link to every host.
+"""Open network namespaces + one bandwidth per host → a switch with a shaped link to every host.
 
-The switch is a bridge in the calling process's network namespace; each host gets one end of a veth pair. Both ends are
-shaped by a token bucket, so the host's sending and receiving are limited separately, as on a full-duplex link. Everything
+The switch is a bridge in the calling process's own network namespace; each host gets one end of a veth pair. Both ends
+are shaped by a token bucket, so that sending and receiving are limited separately, as on a full-duplex link. Everything
 lives inside the namespaces and vanishes with them.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from offbeat.emulate import linux
 
 INTERFACE = "eth0"
-MTU = int(os.environ.get("X_MTU", 65000))
-_BURST_SECONDS = float(os.environ.get("X_BS", 2e-4))
-_BURST_BYTES = int(os.environ.get("X_BB", 70000))
-_QUEUE_BYTES = int(os.environ.get("X_QB", 4 * 2**20))
-_HANDLE = 0x10000
-_SYSTEM = "/proc/sys/net"
+PREFIX_LENGTH = 16
+_BRIDGE = "switch"
+# One segment as large as TCP offload builds it: fewest packets, so that few cores can drive several links.
+_MTU = 65_000
+# The bucket must hold one whole packet with its headers, else it is cut up in software or dropped. Above 2.8 Gbit/s it
+# also spans the time by which a busy processor may serve the queue late.
+_BURST_BYTES = 70_000
+_BURST_SECONDS = 2e-4
+# Room for several senders that meet at one receiver, without a long queue on a slow link.
+_QUEUE_BYTES = 2 * 2**20
+_QUEUE_SECONDS = 0.02
+_DELAY_PACKETS = 100_000
+_ROOT = 0xFFFFFFFF
+_TBF_HANDLE = 0x10000
+_NETEM_HANDLE = 0x20000
+_ESRCH_OR_ENOENT = (2, 3, 22)
 
 
 class Network:
     """The switch and the links, kept open so that shaping can change while the hosts run."""
 
     def __init__(self, namespaces: Sequence[int], addresses: Sequence[str], latency_seconds: float | None) -> None:
-        own = os.open("/proc/self/ns/net", os.O_RDONLY)
         self._latency_seconds = latency_seconds
-        self._switch = _open_here()
-        self._bridge = _bridge(self._switch)
+        self._switch = _open()
+        self._switch.link("add", ifname=_BRIDGE, kind="bridge", mtu=_MTU)
+        bridge = _index(self._switch, _BRIDGE)
+        self._switch.link("set", index=bridge, state="up")
+        home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self._hosts: list[IPRoute] = []
-        for index, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
+        for position, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
             linux.setns(namespace, linux.CLONE_NEWNET)
-            host = _open_here()
-            linux.setns(own, linux.CLONE_NEWNET)
-            self._hosts.append(host)
-            _plug(self._switch, self._bridge, index, namespace)
-            _configure(host, address)
-        os.close(own)
+            self._hosts.append(_open())
+            linux.setns(home, linux.CLONE_NEWNET)
+            _plug(self._switch, bridge, _port(position), namespace)
+            _configure(self._hosts[-1], address)
+        os.close(home)
 
     def shape(self, host: int, bytes_per_second: float | None) -> None:
-        """Limits both directions of a host's link; None lifts the limit."""
+        """Limits both directions of a host's link; None lifts the limit. The latency is added where the host sends."""
         _shape(self._hosts[host], INTERFACE, bytes_per_second, self._latency_seconds)
         _shape(self._switch, _port(host), bytes_per_second, None)
 
 
-def _open_here() -> IPRoute:
-    _write("ipv6/conf/default/disable_ipv6", "1")
-    _write("ipv4/tcp_congestion_control", os.environ.get("X_CC", "cubic"))
+def delays_available() -> bool:
+    """Whether this kernel can delay packets (the netem qdisc); the caller's network namespace must be its own."""
+    with _open() as route:
+        loopback = _index(route, "lo")
+        try:
+            route.tc("add", "netem", loopback, _NETEM_HANDLE, delay=1000)
+        except NetlinkError:
+            return False
+        route.tc("del", "netem", loopback, _NETEM_HANDLE)
+        return True
+
+
+def _open() -> IPRoute:
+    # The same transport on every machine: only IPv4, and the congestion control that filled shaped links best (bbr, the
+    # default on some systems, lost 2 to 10% of a link and took three times as long for small messages).
+    for name, value in (("ipv6/conf/default/disable_ipv6", "1"), ("ipv4/tcp_congestion_control", "cubic")):
+        with contextlib.suppress(OSError), open(f"/proc/sys/net/{name}", "w") as stream:
+            stream.write(value)
     return IPRoute()
 
 
-def _bridge(switch: IPRoute) -> int:
-    switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
-    bridge = switch.link_lookup(ifname="switch")[0]
-    switch.link("set", index=bridge, state="up")
-    return bridge
-
-
-def _plug(switch: IPRoute, bridge: int, index: int, namespace: int) -> None:
-    peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": MTU}
-    switch.link("add", ifname=_port(index), kind="veth", mtu=MTU, peer=peer)
-    port = switch.link_lookup(ifname=_port(index))[0]
-    switch.link("set", index=port, master=bridge, state="up")
+def _plug(switch: IPRoute, bridge: int, port: str, namespace: int) -> None:
+    peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
+    switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
+    switch.link("set", index=_index(switch, port), master=bridge, state="up")
 
 
 def _configure(host: IPRoute, address: str) -> None:
-    host.link("set", index=host.link_lookup(ifname="lo")[0], state="up")
-    interface = host.link_lookup(ifname=INTERFACE)[0]
-    host.addr("add", index=interface, address=address, prefixlen=16)
+    host.link("set", index=_index(host, "lo"), state="up")
+    interface = _index(host, INTERFACE)
+    host.addr("add", index=interface, address=address, prefixlen=PREFIX_LENGTH)
     host.link("set", index=interface, state="up")
 
 
 def _shape(route: IPRoute, interface: str, bytes_per_second: float | None, latency_seconds: float | None) -> None:
-    index = route.link_lookup(ifname=interface)[0]
-    if bytes_per_second:
-        burst = max(_BURST_BYTES, int(bytes_per_second * _BURST_SECONDS))
-        route.tc("replace", "tbf", index, _HANDLE, rate=int(bytes_per_second), burst=burst, limit=_QUEUE_BYTES + burst)
+    index = _index(route, interface)
+    parent = _ROOT
+    if latency_seconds:
+        microseconds = round(latency_seconds * 1e6)
+        route.tc("replace", "netem", index, _NETEM_HANDLE, delay=microseconds, limit=_DELAY_PACKETS)
+        parent = _NETEM_HANDLE + 1
+    if bytes_per_second is None:
+        _ignoring_absent(lambda: route.tc("del", "tbf", index, _TBF_HANDLE, parent=parent))
+        return
+    burst = max(_BURST_BYTES, round(bytes_per_second * _BURST_SECONDS))
+    queue = max(_QUEUE_BYTES, round(bytes_per_second * _QUEUE_SECONDS))
+    bucket = {"rate": round(bytes_per_second), "burst": burst, "limit": queue + burst}
+    route.tc("replace", "tbf", index, _TBF_HANDLE, parent=parent, **bucket)
+
+
+def _ignoring_absent(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except NetlinkError as error:
+        if error.code not in _ESRCH_OR_ENOENT:
+            raise
+
+
+def _index(route: IPRoute, interface: str) -> int:
+    return next(iter(route.link_lookup(ifname=interface)))
 
 
 def _port(host: int) -> str:
     return f"port{host}"
-
-
-def _write(name: str, value: str) -> None:
-    try:
-        with open(f"{_SYSTEM}/{name}", "w") as stream:
-            stream.write(value)
-    except OSError:
-        pass

@@ -5,10 +5,15 @@ import os
 import signal
 from functools import cache
 
+CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
+_MNT_DETACH = 2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
@@ -59,6 +64,22 @@ def enter_user_namespace() -> None:
     for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as stream:
             stream.write(content)
+
+
+def replace_hosts_file(content: str) -> None:
+    """Gives the calling process's new mount namespace an /etc/hosts of its own.
+
+    The text lives in a memory file system that is mounted over /tmp only while the file is bound, so that nothing of it
+    is ever on disk.
+    """
+    _checked("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    _checked("mount", b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(0), b"size=64k")
+    try:
+        with open("/tmp/hosts", "w") as stream:
+            stream.write(content)
+        _checked("mount", b"/tmp/hosts", b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
+    finally:
+        _checked("umount2", b"/tmp", _MNT_DETACH)
 
 
 def _prctl(option: int, value: int | bytes) -> None:

@@ -1,6 +1,6 @@
 """Partitioner: partition vectors → pieces of variables, each with its shard's configuration."""
 
-from itertools import product
+from itertools import pairwise, product
 
 from offbeat.plan.draft import Draft
 from offbeat.plan.model import Piece
@@ -26,5 +26,5 @@ def boxes(shape: tuple[int, ...], config: VariableConfig) -> list[tuple[tuple[in
         else:
             # As torch.tensor_split: the first shards are one longer where the axis does not divide.
             edges = tuple(part * (length // parts) + min(part, length % parts) for part in range(parts + 1))
-        ranges.append(list(zip(edges, edges[1:], strict=False)))
+        ranges.append(list(pairwise(edges)))
     return [tuple(box) for box in product(*ranges)]

@@ -1,7 +1,7 @@
 """Ranks in ring order → a queue of collectives among them.
 
-Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts its
-collectives in the order in which they are put in; every rank puts them in in the plan's order.
+Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts
+its collectives in the order in which they are put in; every rank puts them in in the plan's order.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Optimizer state spread over owners ↔ the state dict of a single-device optimizer.
 
-What every replica updates has its state on every replica already. What has an owner, or is spread over the ranks, is put
-together from their parts when the state is saved, and taken apart when it is loaded. Saving is then a collective: every
-rank must call `optimizer.state_dict()`, and every rank gets the whole.
+What every replica updates has its state on every replica already. What has an owner, or is spread over the ranks, is
+put together from their parts when the state is saved, and taken apart when it is loaded. Saving is then a collective:
+every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections.abc import Iterator

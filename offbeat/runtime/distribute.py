@@ -87,10 +87,10 @@ class DistributedOptimizer:
             return None
         engine.wanted_mode = "barrier"
         engine.set_mode("barrier", "step() is given a closure")
-        if not self._offbeat.all_replicated:
+        if not engine.all_replicated:
             raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
         engine.settle_all()
-        result = engine.optimizer_class.step(self, closure)  # type: ignore[arg-type]
+        result = engine.optimizer_class.step(self, closure)
         engine.synced = False
         return result
 
@@ -121,7 +121,6 @@ class Runtime:
         parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)
         mode, reason = choose_mode(model, optimizer, plan)
         self.engine = Engine(plan, parcels, self.parameters, optimizer, self.optimizer_class, channels, mode)
-        self.all_replicated = all(parcel.replicated for parcel in parcels)
         apply_memory_strategy(model, plan.strategy, self.engine)
         self.gate = ForwardGate(model, self.engine)
         self.buffers = BufferKeeper(model, channels.control, root=plan.replicas[0])
@@ -149,7 +148,7 @@ class Runtime:
 
     def _mix_in(self) -> None:
         for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
-            target._offbeat = self  # type: ignore[union-attr]
+            target._offbeat = self
             target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
         self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
         self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all())
@@ -180,6 +179,7 @@ def _make_parcel(
     optimizer_class: type[Optimizer],
     share: float,
 ) -> Parcel:
+    assert plan.rank is not None
     common = (message, parameters, channels, plan.rank, share)
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
@@ -191,7 +191,7 @@ def _make_parcel(
         first.device,
         seed=message.index,
         world=len(plan.replicas),
-        rank=plan.replicas.index(plan.rank or 0),
+        rank=plan.replicas.index(plan.rank),
     )
     if message.asynchronous:
         return AsyncParcel(*common)
@@ -213,7 +213,7 @@ def _make_parcel(
         case "parameter_server":
             return ServerParcel(*common) if encoder is None else EncodedServerParcel(encoder, *common)
         case _:
-            return Parcel(*common) if encoder is None else EncodedParcel(encoder, *common)  # type: ignore[arg-type]
+            return Parcel(*common) if encoder is None else EncodedParcel(encoder, *common)
 
 
 def choose_mode(model: torch.nn.Module, optimizer: Optimizer, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:

@@ -1,18 +1,18 @@
 """Plan → synchronous training: gradients go out as they become ready, updates come in before they are needed.
 
-Autograd tells the engine when each gradient is complete. A parcel whose gradients are all complete is loaded, and tasks
-start in the plan's order as far as it is loaded; the order is the same on every rank, so nothing is negotiated. No thread
-of the engine's own takes part: the backend's queue runs the collectives while autograd goes on.
+Autograd tells the engine when each gradient is complete. A parcel whose gradients are all complete is loaded, and
+tasks start in the plan's order as far as it is loaded; the order is the same on every rank, so nothing is negotiated.
+No thread of the engine's own takes part: the backend's queue runs the collectives while autograd goes on.
 
 In *barrier* mode `backward()` returns when all gradients are averaged, as with DDP. In *deferred* mode the optimizer's
-`step()` returns at once; each module's next forward waits for its own variables and applies their update (PACE's overlap
-into the next iteration). Both are the same synchronous SGD. A loop that looks at gradients between `backward()` and
-`step()` (clipping, a gradient scaler) sees the averaged ones and moves the engine to barrier mode.
+`step()` returns at once; each module's next forward waits for its own variables and applies their update (PACE's
+overlap into the next iteration). Both are the same synchronous SGD. A loop that looks at gradients between `backward()`
+and `step()` (clipping, a gradient scaler) sees the averaged ones and moves the engine to barrier mode.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -84,6 +84,7 @@ class Engine:
         self.components = self._make_components()
         self.component_of = {id(p): component for component in self.components for p in component.parameters()}
         self._make_server_optimizers()
+        self.all_replicated = all(parcel.replicated and not parcel.message.staleness for parcel in parcels)
         self.server: AsyncServer | None = None
         if channels.direct is not None:
             asynchronous = [parcel for parcel in parcels if isinstance(parcel, AsyncParcel)]
@@ -140,7 +141,7 @@ class Engine:
         return components
 
     def _make_component_optimizer(self, component: Component) -> None:
-        """Whole variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
+        """Variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
         optimized = group_of(self.optimizer)
         owned = {id(p) for parcel in component.parcels if not parcel.replicated for p in parcel.parameters}
         units: dict[object, Unit] = {}
@@ -276,10 +277,12 @@ class Engine:
         self.steps += 1
         if self.mode == "barrier":
             self.finish_gradients()
+        if self.mode == "barrier" and self.all_replicated:
+            self._step_whole()
         for component in self.components:
             if component.optimizer is not None:
                 component.optimizer.refresh()
-            component.settled = component.stale
+            component.settled = component.stale or (self.mode == "barrier" and self.all_replicated)
         self.unsettled = sum(not component.settled for component in self.components)
         self._run_tail()
         for component in self.components:
@@ -293,6 +296,10 @@ class Engine:
         for hook in list(self.step_hooks):
             hook()
 
+    def _step_whole(self) -> None:
+        """Everything is averaged and everybody applies it: the user's optimizer takes one ordinary step."""
+        self._step_without_sync()
+
     def _step_without_sync(self) -> None:
         """step() without a synchronised backward before it: the user's optimizer decides what that means."""
         self.own_access = True
@@ -302,7 +309,7 @@ class Engine:
             self.own_access = False
 
     def _run_tail(self, gradients_only: bool = False) -> None:
-        """The tasks after the first of each message: further reductions, owners' updates, parameters on their way back."""
+        """The tasks after the first of each message: further reductions, owners' updates, returning parameters."""
         for position, task in enumerate(self.tail):
             returning = task.kind == "update" or bool(task.delivers)
             if position < self.tail_done or (gradients_only and returning):

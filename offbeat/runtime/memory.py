@@ -19,12 +19,12 @@ def apply_memory_strategy(model: torch.nn.Module, strategy: Strategy, engine: "E
     """Recomputation, fused regions and micro-batches, as far as the strategy asks for them."""
     for path in strategy.recompute:
         module = model.get_submodule(path)
-        module.forward = partial(_recomputed, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_recomputed, module.forward)
     for region in strategy.fusion:
         for path in region:
             model.get_submodule(path).compile()
     if strategy.accumulation > 1:
-        model.forward = MicroBatches(model.forward, strategy.accumulation, engine)  # type: ignore[method-assign]
+        model.forward = MicroBatches(model.forward, strategy.accumulation, engine)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,9 +36,9 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class MicroBatches:
     """A forward that returns the loss, run on parts of the batch one after another.
 
-    All parts but the last run forward and backward inside the call, so that only one part's activations exist at a time.
-    Their gradients are kept aside, and join the last part's when the user's `backward()` arrives, scaled by whatever
-    gradient it brings (a loss scale, a further factor).
+    All parts but the last run forward and backward inside the call, so that only one part's activations exist at a
+    time. Their gradients are kept aside, and join the last part's when the user's `backward()` arrives, scaled by
+    whatever gradient it brings (a loss scale, a further factor).
     """
 
     def __init__(self, forward: Callable[..., Any], parts: int, engine: "Engine") -> None:

@@ -45,6 +45,8 @@ class Parcel:
     @torch.no_grad()
     def load(self) -> None:
         """Takes over the gradients, each weighted with this replica's share in the average."""
+        if self.device.type == "cuda" and all(self.whole) and self._load_fused():
+            return
         for piece, parameter, view, whole in zip(
             self.message.pieces, self.parameters, self.views, self.whole, strict=True
         ):
@@ -60,6 +62,20 @@ class Parcel:
                 set_gradient(parameter, view)
         self.loaded = True
 
+    def _load_fused(self) -> bool:
+        """The same for new gradients of whole variables, with a kernel per parcel instead of one per piece."""
+        gradients = [raw_gradient(parameter) for parameter in self.parameters]
+        for gradient, view in zip(gradients, self.views, strict=True):
+            if gradient is None or gradient.layout != torch.strided or gradient.data_ptr() == view.data_ptr():
+                return False
+        torch._foreach_copy_(self.views, gradients)
+        if self.share != 1.0:
+            self.buffer.mul_(self.share)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            set_gradient(parameter, view)
+        self.loaded = True
+        return True
+
     def start(self, task: Task) -> None:
         """Starts a gradient task."""
         if len(task.ranks) > 1:
@@ -69,7 +85,7 @@ class Parcel:
         channel = self.channels.up(task.ranks)
         if task.kind == "all_reduce":
             return channel.all_reduce(tensor)
-        assert task.kind == "reduce" and task.root is not None
+        assert task.root is not None
         return channel.reduce(tensor, task.root)
 
     def wait(self, task: int) -> None:
@@ -392,7 +408,7 @@ class SparseParcel(Parcel):
 
 
 class SparseServerParcel(SparseParcel):
-    """Rows of a sparse gradient, gathered by their owner, who updates the table and sends back the rows that changed."""
+    """Rows of a sparse gradient, gathered by their owner, who updates the table and sends changed rows back."""
 
     replicated = False
 

@@ -1,8 +1,9 @@
 """When gradients really become ready → a better issue order, agreed by all ranks.
 
-Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place: when
-each parcel is complete, in which order forward uses variables, and what a collective costs (PACE's linear fit). The order
-is rebuilt from that twice, because the first rebuild changes the load, and again whenever the times have drifted.
+Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place:
+when each parcel is complete, in which order forward uses variables, and what a collective costs (PACE's linear fit).
+The order is rebuilt from that twice, because the first rebuild changes the load, and again whenever the times have
+drifted.
 """
 
 import logging

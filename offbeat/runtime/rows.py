@@ -1,8 +1,8 @@
 """A few rows of a table on each rank → everybody's rows on every rank, or on one.
 
-Ranks hold different numbers of rows and cannot know each other's. Each sends a block of an agreed size whose header says
-how many rows it holds; where that is more than the block takes, all of them see it in the headers and exchange the rest
-in a second round of the size that all can compute.
+Ranks hold different numbers of rows and cannot know each other's. Each sends a block of an agreed size whose header
+says how many rows it holds; where that is more than the block takes, all of them see it in the headers and exchange the
+rest in a second round of the size that all can compute.
 """
 
 from dataclasses import dataclass

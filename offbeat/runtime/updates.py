@@ -81,7 +81,7 @@ class UnitOptimizer:
                     mine[key] = value
 
     def take_gradients(self, arrived: dict[int, torch.Tensor], unused: frozenset[int]) -> None:
-        """Gives each unit its gradient: the one that arrived elsewhere, its own, or none if nobody used its variable."""
+        """Gives each unit its gradient: one that arrived elsewhere, its own, or none if nobody used its variable."""
         for unit in self.units:
             if id(unit.parameter) in unused:
                 set_gradient(unit.tensor, None)

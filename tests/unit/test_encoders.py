@@ -457,12 +457,12 @@ def test_autocast_and_grad_mode_change_nothing(encoder: Encoder) -> None:
     for inside in (False, True):
         ranks = make_ranks(encoder, MIXED, 2)
         for step in range(3):
-            buffers = gradients(MIXED, 2, step, torch.float32)
+            buffers = [buffer.requires_grad_(inside) for buffer in gradients(MIXED, 2, step, torch.float32)]
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside), torch.set_grad_enabled(inside):
                 drive(ranks, buffers, step)
                 assert torch.is_grad_enabled() == inside
         assert not ranks[0].residual.requires_grad
-        results.append(buffers[0])
+        results.append(buffers[0].detach())
     assert torch.equal(*results)
 
 

@@ -171,7 +171,7 @@ def test_fusion_delays_gradients_to_the_end_of_the_region(graph, cluster):
     apart = lower(graph, cluster, Strategy())
     fused = lower(graph, cluster, Strategy(fusion=(("layers.1", "layers.2"),)))
     assert len(fused.segments) < len(apart.segments)
-    last = [s for s in fused.segments if s.phase == "backward" and "c.weight" in s.completes][0]
+    last = next(s for s in fused.segments if s.phase == "backward" and "c.weight" in s.completes)
     assert "b.weight" in last.completes
 
 

@@ -25,9 +25,9 @@ def build(
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 
-    Gradients are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
-    ones do not cost a collective each; longer messages are cut into slices, so that an urgent one waits for one slice at
-    the most.
+    Gradients are fused in the order in which backward completes them until a message holds `bucket` bytes, so that
+    small ones do not cost a collective each; longer messages are cut into slices, so that an urgent one waits for one
+    slice at the most.
     """
     dense = [variable for variable in graph.gradient_order if not variable.sparse]
     configs = fused(size_buckets(dense, (bytes_option("bucket", bucket),)))
