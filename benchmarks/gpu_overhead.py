@@ -32,7 +32,12 @@ def main() -> None:
         os.environ.setdefault(name, value)
     dist.init_process_group("nccl")
     rows = [measure(name, options.blocks, options.steps) for name in options.model or MODELS]
-    result = {"benchmark": "gpu_overhead", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+    result = {
+        "benchmark": "gpu_overhead",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
 

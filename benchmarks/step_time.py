@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py --json [--quick] [--hosts 2|4] [--model vgg ...] [--regime balanced ...]
 
-For each model and regime, the workers alternate short blocks of steps of every variant: compute alone, DDP with its
+X
 default buckets, DDP with eight explicit bucket sizes, and Offbeat. The bound is max(compute, network): `compute` is the
 local step, `network` an all-reduce of all gradients. The link's bandwidth is chosen from the measured compute, so that
 network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4 (compute-bound). With two hosts compute is real; with four
@@ -120,7 +120,7 @@ def time_local(model: str) -> None:
 def make_step(model, optimizer, inputs):
     def step() -> None:
         optimizer.zero_grad()
-        model(*inputs).backward()
+        model(*inputs).mean().backward()
         optimizer.step()
 
     return step

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from offbeat import units
@@ -76,9 +76,9 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None, None, None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -88,7 +88,11 @@ def _print(table: Any) -> None:
 
     # A pipe has no width of its own, and a cut line would lose what a script looks for.
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
 
 
 def _text(name: str, value: Any, formats: Mapping[str, Format]) -> str:
@@ -108,6 +112,4 @@ def _text(name: str, value: Any, formats: Mapping[str, Format]) -> str:
 
 
 def _title(name: str) -> str:
-    for unit in ("_bytes", "_seconds"):
-        name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    return name.removesuffix("_seconds").replace("_", " ")

@@ -23,7 +23,16 @@ _END_SECONDS = 10.0
 
 
 class KeeperRefused(Exception):
-    """The keeper could not do what was asked; the text is its reason."""
+    """The keeper could not do what was asked; the text is its reason, `missing` the kernel feature it lacks."""
+
+    def __init__(self, reason: str, missing: str | None = None) -> None:
+        super().__init__(reason)
+        self.missing = missing
+
+
+def search_path() -> str:
+    """PYTHONPATH with which a new interpreter finds this very package."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
 
 
 class KeeperProcess:
@@ -31,14 +40,13 @@ class KeeperProcess:
 
     def __init__(self, kind: str) -> None:
         self._lock = threading.Lock()
+        self._requests = 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [sys.executable, "-m", "offbeat.emulate.keeper", str(theirs.fileno()), str(os.getpid()), kind]
-        package_root = str(Path(__file__).parents[2])
-        search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH", ""))))
         with theirs:
             self._process = subprocess.Popen(
                 argv,
-                env={**os.environ, "PYTHONPATH": search_path},
+                env={**os.environ, "PYTHONPATH": search_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -51,20 +59,37 @@ class KeeperProcess:
 
     def ask(self, request: str, descriptors: Sequence[int] = (), **fields: Any) -> dict[str, Any]:
         """Sends one request and returns the reply; raises KeeperRefused if it could not be done."""
-        message = json.dumps({"request": request, **fields}).encode()
+        with self._lock:
+            self._requests += 1
+            number = self._requests
+            message = json.dumps({"request": request, "number": number, **fields}).encode()
+            reply = self._exchange(message, descriptors)
+            # A request that Ctrl-C cut short leaves its reply behind.
+            while reply["number"] != number:
+                reply = self._receive()
+        if "error" in reply:
+            raise KeeperRefused(reply["error"], reply.get("missing"))
+        return reply
+
+    def _exchange(self, message: bytes, descriptors: Sequence[int]) -> dict[str, Any]:
         if len(message) > MAX_MESSAGE_BYTES:
-            raise KeeperRefused(f"command and environment of a rank take {len(message)} bytes, over {MAX_MESSAGE_BYTES}")
+            raise KeeperRefused(
+                f"command and environment of a rank take {len(message)} bytes, over {MAX_MESSAGE_BYTES}"
+            )
         try:
-            with self._lock:
-                socket.send_fds(self._socket, [message], list(descriptors))
-                answer = self._socket.recv(MAX_MESSAGE_BYTES)
+            socket.send_fds(self._socket, [message], list(descriptors))
+        except OSError as error:
+            raise KeeperRefused(f"the keeper process {self.pid} does not listen: {error.strerror}") from None
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            answer = self._socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
             raise KeeperRefused(f"the keeper process {self.pid} does not answer: {error.strerror}") from None
         if not answer:
             raise KeeperRefused(f"the keeper process {self.pid} has ended")
         reply: dict[str, Any] = json.loads(answer)
-        if "error" in reply:
-            raise KeeperRefused(reply["error"])
         return reply
 
     def end(self) -> None:
@@ -87,7 +112,6 @@ class Worker:
         host: int,
         argv: Sequence[str],
         env: Mapping[str, str],
-        cwd: str,
         standard: Sequence[int],
         result: int | None = None,
     ) -> None:
@@ -101,7 +125,7 @@ class Worker:
         self._keeper = keeper
         self._status, theirs = os.pipe()
         extra = [] if result is None else [result]
-        fields = {"host": host, "argv": list(argv), "env": dict(env), "cwd": cwd, "result": bool(extra)}
+        fields = {"host": host, "argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "result": bool(extra)}
         try:
             self.pid: int = keeper.ask("spawn", [theirs, *standard, *extra], **fields)["pid"]
         except KeeperRefused as error:
@@ -130,7 +154,7 @@ class Worker:
         if self.poll() is None:
             # A keeper that is gone has taken the rank with it.
             with contextlib.suppress(KeeperRefused):
-                self._keeper.ask("signal", pid=self.pid, number=int(number))
+                self._keeper.ask("signal", pid=self.pid, signal_number=int(number))
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

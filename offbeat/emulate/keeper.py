@@ -1,8 +1,8 @@
 """A control socket → the namespaces, links and processes of one emulated cluster, for as long as its owner lives.
 
 The keeper is a process of its own, started as `python -m offbeat.emulate.keeper SOCKET OWNER KIND`. It lives in the
-switch's network namespace, every host's namespaces are held by a child that only sleeps, and ranks are its children too.
-So everything ends with the keeper, and the keeper ends with its owner: it watches the owner's process (which, unlike
+switch's network namespace, every host's namespaces are held by a child that only sleeps, and ranks are its children. So
+everything ends with the keeper, and the keeper ends with its owner: it watches the owner's process (which, unlike
 PR_SET_PDEATHSIG, does not mistake the end of one of its threads for the end of it) and the socket. On the way out it
 kills all descendants, also those that ranks left behind; should the keeper itself be killed, its children die with it.
 
@@ -11,6 +11,7 @@ A rank's exit is written to the status pipe that came with its `spawn`.
 """
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -59,7 +60,8 @@ class Keeper:
         try:
             return actions[request.pop("request")](**request, descriptors=descriptors)
         except Exception as error:  # every failure belongs to the owner, who turns it into one sentence
-            return {"error": f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)}
+            reason = error.strerror if isinstance(error, OSError) else None
+            return {"error": reason or f"{type(error).__name__}: {error}"}
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -85,7 +87,7 @@ class Keeper:
         from offbeat.emulate.links import Network, delays_available
 
         if latency_seconds and not delays_available():
-            return {"error": "no netem", "reason": "netem"}
+            return {"error": "no netem", "missing": "netem"}
         networks = [holder.namespaces[0][0] for holder in self._holders]
         self._network = Network(networks, addresses, latency_seconds)
         for host, rate in enumerate(rates):
@@ -114,8 +116,7 @@ class Keeper:
                     linux.setns(descriptor, kind)
                 os.chdir(cwd)  # entering a mount namespace leads to its root
 
-        # The keeper has one thread, so code between fork and exec is safe here.
-        process = subprocess.Popen(  # noqa: PLW1509
+        process = subprocess.Popen(
             argv,
             env=env,
             cwd=cwd,
@@ -124,31 +125,33 @@ class Keeper:
             stderr=standard[2],
             pass_fds=extra,
             start_new_session=True,
-            preexec_fn=enter,
+            preexec_fn=enter,  # noqa: PLW1509 - the keeper has one thread, so code between fork and exec is safe
         )
         process.returncode = 0  # reaped by reap(), together with orphans; Popen must not wait for it
         self._status_pipes[process.pid] = os.dup(status)
         return {"pid": process.pid}
 
-    def _signal(self, pid: int, number: int, descriptors: list[int]) -> dict[str, Any]:
+    def _signal(self, pid: int, signal_number: int, descriptors: list[int]) -> dict[str, Any]:
         # A rank that is not yet reaped still owns its process group, so the number cannot have been reused.
         if pid in self._status_pipes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
+                os.killpg(pid, signal_number)
         return {}
 
     def reap(self) -> None:
         """Collects all children that have ended and reports those that are ranks."""
         with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = ended.si_pid
                 pipe = self._status_pipes.pop(pid, None)
                 if pipe is not None:
-                    report = {"returncode": os.waitstatus_to_exitcode(status), "time": time.monotonic()}
+                    # What a rank leaves running ends with it; its group's number is taken until it is reaped.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
-                        os.write(pipe, json.dumps(report).encode())
+                        os.write(pipe, json.dumps({"returncode": code, "time": time.monotonic()}).encode())
                     os.close(pipe)
 
 
@@ -163,7 +166,7 @@ def _hold(name: str, hosts_file: str) -> _Holder:
     with os.fdopen(ready) as stream:
         problem = stream.read()
     if problem != "ready":
-        raise OSError(problem or "the process that holds a host's namespaces ended early")
+        raise OSError(errno.EPERM, problem or "the process that holds a host's namespaces ended early")
     opened = tuple((os.open(f"/proc/{pid}/ns/{entry}", os.O_RDONLY | os.O_CLOEXEC), kind) for entry, kind in _HELD)
     return _Holder(pid, opened)
 
@@ -182,7 +185,7 @@ def _sleep_in_namespaces(keeper: int, name: str, hosts_file: str, ready: int) ->
         while True:
             signal.pause()
     except OSError as error:
-        os.write(ready, str(error).encode())
+        os.write(ready, (error.strerror or str(error)).encode())
     finally:
         os._exit(1)
 
@@ -227,7 +230,10 @@ def _serve(keeper: Keeper, control: socket.socket, owner: int | None, wake: sock
             message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
             if not message:
                 return
-            control.send(json.dumps(keeper.handle(json.loads(message), list(descriptors))).encode())
+            request = json.loads(message)
+            number = request.pop("number")
+            reply = keeper.handle(request, list(descriptors))
+            control.send(json.dumps({"number": number, **reply}).encode())
 
 
 def main(arguments: list[str]) -> None:

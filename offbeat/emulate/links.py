@@ -6,6 +6,7 @@ lives inside the namespaces and vanishes with them.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ _DELAY_PACKETS = 100_000
 _ROOT = 0xFFFFFFFF
 _TBF_HANDLE = 0x10000
 _NETEM_HANDLE = 0x20000
-_ESRCH_OR_ENOENT = (2, 3, 22)
+_ABSENT = (errno.ENOENT, errno.ESRCH, errno.EINVAL)
 
 
 class Network:
@@ -67,7 +68,7 @@ def delays_available() -> bool:
             route.tc("add", "netem", loopback, _NETEM_HANDLE, delay=1000)
         except NetlinkError:
             return False
-        route.tc("del", "netem", loopback, _NETEM_HANDLE)
+        route.tc("del", index=loopback, handle=_NETEM_HANDLE)
         return True
 
 
@@ -101,7 +102,7 @@ def _shape(route: IPRoute, interface: str, bytes_per_second: float | None, laten
         route.tc("replace", "netem", index, _NETEM_HANDLE, delay=microseconds, limit=_DELAY_PACKETS)
         parent = _NETEM_HANDLE + 1
     if bytes_per_second is None:
-        _ignoring_absent(lambda: route.tc("del", "tbf", index, _TBF_HANDLE, parent=parent))
+        _ignoring_absent(lambda: route.tc("del", index=index, handle=_TBF_HANDLE, parent=parent))
         return
     burst = max(_BURST_BYTES, round(bytes_per_second * _BURST_SECONDS))
     queue = max(_QUEUE_BYTES, round(bytes_per_second * _QUEUE_SECONDS))
@@ -113,7 +114,7 @@ def _ignoring_absent(action: Callable[[], object]) -> None:
     try:
         action()
     except NetlinkError as error:
-        if error.code not in _ESRCH_OR_ENOENT:
+        if error.code not in _ABSENT:
             raise
 
 

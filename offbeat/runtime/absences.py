@@ -7,7 +7,7 @@ ask again only if it found an absence, as each question costs a small collective
 
 import torch
 
-from offbeat.runtime.channel import Channel, Work
+from offbeat.runtime.channel import Channel, Work, wait
 
 
 class Absences:
@@ -39,7 +39,7 @@ class Absences:
     def unused(self) -> list[str]:
         """Variables that no replica used in the last backward pass."""
         if self.work is not None:
-            self.work.wait()
+            wait(self.work)
             self.work = None
             counts = self.used.tolist()
             if self.track is None:

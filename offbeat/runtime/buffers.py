@@ -6,7 +6,7 @@ received before the next forward, so that nobody waits for it.
 
 import torch
 
-from offbeat.runtime.channel import Channel, Work
+from offbeat.runtime.channel import Channel, Work, wait
 
 
 class BufferKeeper:
@@ -43,7 +43,7 @@ class BufferKeeper:
         if not self.works:
             return
         for work in self.works:
-            work.wait()
+            wait(work)
         self.works.clear()
         if self.here:
             return

@@ -5,7 +5,8 @@ its collectives in the order in which they are put in; every rank puts them in i
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,6 +27,24 @@ class Work(Protocol):
         """Whether waiting would return at once."""
 
 
+class CommunicationFailed(RuntimeError):
+    """The backend gave up on a collective."""
+
+
+@contextmanager
+def _backend_errors() -> Generator[None, None, None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationFailed(str(error)) from error
+
+
+def wait(work: Work) -> None:
+    """Waits for a collective, however the backend reports that it failed."""
+    with _backend_errors():
+        work.wait()
+
+
 class Channel:
     """One process group, whose members are numbered in ring order."""
 
@@ -37,22 +56,26 @@ class Channel:
         self.gloo = group.name() == "gloo"
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        return self.group.allreduce([tensor])
+        with _backend_errors():
+            return self.group.allreduce([tensor])
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.ReduceOptions()
         options.rootRank = self.ranks.index(root)
-        return self.group.reduce([tensor], options)
+        with _backend_errors():
+            return self.group.reduce([tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(root)
         options.rootTensor = 0
-        return self.group.broadcast([tensor], options)
+        with _backend_errors():
+            return self.group.broadcast([tensor], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` receives every rank's tensor, in ring order."""
-        return self.group._allgather_base(output, tensor)
+        with _backend_errors():
+            return self.group._allgather_base(output, tensor)
 
     def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Work:
         """The root receives every rank's tensor; `outputs` is empty elsewhere."""
@@ -62,13 +85,15 @@ class Channel:
             return self.group.allgather([received], [tensor])
         options = dist.GatherOptions()
         options.rootRank = self.ranks.index(root)
-        return self.group.gather([outputs] if outputs else [], [tensor], options)
+        with _backend_errors():
+            return self.group.gather([outputs] if outputs else [], [tensor], options)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` receives the sum of this rank's equal part of every rank's tensor."""
-        if self.gloo:
-            return _ExchangeAndSum(self.group, output, tensor, self.size)
-        return self.group._reduce_scatter_base(output, tensor)
+        with _backend_errors():
+            if self.gloo:
+                return _ExchangeAndSum(self.group, output, tensor, self.size)
+            return self.group._reduce_scatter_base(output, tensor)
 
     def close(self) -> None:
         self.group.shutdown()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from offbeat.runtime.channel import wait
 from offbeat.runtime.updates import Unit, UnitOptimizer
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     held: dict[str, list[tuple[Unit, dict[str, Any]]]] = {}
     for unit, state in _units(engine):
         held.setdefault(names[id(unit.parameter)], []).append((unit, state))
-    kinds = _agreed_kinds({name: parts[0][1] for name, parts in held.items()})
+    kinds = _agreed_kinds({name: parts[0] for name, parts in held.items()})
     index = _state_index(engine)
     for name in spread:
         if name in kinds:
@@ -51,7 +52,7 @@ def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
             continue
         for unit in optimizer.units:
             state = base.state.get(unit.parameter, {})
-            optimizer.optimizer.state[unit.tensor] = {key: _part(unit, value) for key, value in state.items()}
+            optimizer.optimizer.state[unit.tensor] = {key: _part(unit, key, value) for key, value in state.items()}
     kept = {id(u.tensor) for o in engine.unit_optimizers() if not o.own_state for u in o.units}
     for name in _spread_variables(engine):
         if id(engine.parameters[name]) not in kept:
@@ -79,18 +80,25 @@ def _with_state(optimizer: UnitOptimizer) -> Iterator[tuple[Unit, dict[str, Any]
             yield unit, state
 
 
-def _agreed_kinds(mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+def _agreed_kinds(mine: dict[str, tuple[Unit, dict[str, Any]]]) -> dict[str, dict[str, str]]:
     """For each variable and key: 'tensor' (of the variable's shape), 'count' (a number in a tensor) or 'none'."""
-    kinds = {name: {key: _kind(value) for key, value in state.items()} for name, state in mine.items()}
+    kinds = {
+        name: {key: _kind(key, value, unit) for key, value in state.items()} for name, (unit, state) in mine.items()
+    }
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, kinds)
     return {name: keys for one in everybodys for name, keys in one.items()}
 
 
-def _kind(value: Any) -> str:
+def _kind(key: str, value: Any, unit: Unit) -> str:
     if value is None:
         return "none"
-    return "tensor" if isinstance(value, torch.Tensor) and value.dim() else "count"
+    return "tensor" if _is_piece(key, value, unit.tensor) else "count"
+
+
+def _is_piece(key: str, value: Any, like: torch.Tensor) -> bool:
+    """Whether a state value has an element for each element of its variable, rather than being one number."""
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
 def _assemble(
@@ -103,19 +111,19 @@ def _assemble(
         number = max((float(state[key]) for _, state in parts), default=0.0)
         counts = torch.tensor([number], dtype=torch.float64, device=parameter.device)
         gathered = counts.new_empty(channel.size)
-        channel.all_gather(gathered, counts).wait()
+        wait(channel.all_gather(gathered, counts))
         return gathered.max().to(torch.float32).cpu()
     whole = torch.zeros_like(parameter, requires_grad=False)
     for unit, state in parts:
         value = state[key]
         unit.write(whole, value.to_dense() if value.layout != torch.strided else value)
     if channel.size > 1:
-        channel.all_reduce(whole).wait()
+        wait(channel.all_reduce(whole))
     return whole
 
 
-def _part(unit: Unit, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim():
+def _part(unit: Unit, key: str, value: Any) -> Any:
+    if _is_piece(key, value, unit.parameter):
         return unit.read(value).clone().view_as(unit.tensor)
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -23,6 +23,7 @@ from offbeat.runtime.channel import Channels
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
+from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.memory import apply_memory_strategy
 from offbeat.runtime.parcels import (
@@ -125,13 +126,17 @@ class Runtime:
         self.gate = ForwardGate(model, self.engine)
         self.buffers = BufferKeeper(model, channels.control, root=plan.replicas[0])
         self.engine.backward_hooks.append(self.buffers.send)
-        self.gate.before_forward.append(self.buffers.receive)
+        self.gate.before_forward.append(self._receive_buffers)
         self.retimer: Retimer | None = None
         self._mix_in()
         if mode == "deferred":
             self.engine.attach_guards()
         self.engine.step_hooks.append(self._after_first_step)
         log.info("offbeat starts in %s mode: %s", mode, reason)
+
+    def _receive_buffers(self) -> None:
+        with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
+            self.buffers.receive()
 
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""

@@ -220,7 +220,9 @@ class Engine:
         order, ready = self.order, self.ready
         while self.head < len(order) and ready[order[self.head].message]:
             task = order[self.head]
-            self.parcels[task.message].start(task)
+            parcel = self.parcels[task.message]
+            with explain(self.plan, parcel, task):
+                parcel.start(task)
             self.head += 1
 
     def _end_backward(self) -> None:
@@ -245,9 +247,13 @@ class Engine:
                     parcel.finish()
         self._forget_unused()
 
+    def _unused(self) -> list[str]:
+        with explain(self.plan, what="word of which variables each rank used"):
+            return self.absences.unused()
+
     def _forget_unused(self) -> None:
         """A variable that no replica used keeps no gradient, so that the optimizer leaves it alone."""
-        for name in self.absences.unused():
+        for name in self._unused():
             set_gradient(self.parameters[name], None)
 
     def publish_gradients(self) -> None:
@@ -379,7 +385,7 @@ class Engine:
         """Steps an optimizer; `arrived` holds gradients that lie elsewhere than their units say, by the unit's id."""
         self.own_access = True
         try:
-            unused = frozenset(id(self.parameters[name]) for name in self.absences.unused())
+            unused = frozenset(id(self.parameters[name]) for name in self._unused())
             optimizer.take_gradients(arrived or {}, unused)
             optimizer.step()
         finally:

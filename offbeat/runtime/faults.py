@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from offbeat.plan import Plan, Task
+from offbeat.runtime.channel import CommunicationFailed
 
 if TYPE_CHECKING:
     from offbeat.runtime.parcels import Parcel
@@ -22,24 +23,30 @@ class WorkerLost(RuntimeError):
 
 
 @contextmanager
-def explain(plan: Plan, parcel: "Parcel", task: Task | None = None) -> Generator[None, None, None]:
+def explain(
+    plan: Plan, parcel: "Parcel | None" = None, task: Task | None = None, what: str = ""
+) -> Generator[None, None, None]:
     """Turns a backend error into WorkerLost, naming the task, its variables and the ranks that gave no sign of life."""
     try:
         yield
-    except WorkerLost:
-        raise
-    except RuntimeError as error:
-        waiting = task or next((t for t in plan.tasks if t.index in parcel.works), None)
-        waiting = waiting or next(t for t in plan.tasks if t.message == parcel.message.index)
-        raise WorkerLost(_sentence(plan, parcel, waiting, error)) from error
+    except CommunicationFailed as error:
+        raise WorkerLost(_sentence(plan, what or _name(plan, parcel, task), error)) from error
 
 
-def _sentence(plan: Plan, parcel: "Parcel", task: Task, error: Exception) -> str:
+def _name(plan: Plan, parcel: "Parcel | None", task: Task | None) -> str:
+    assert parcel is not None
+    message = parcel.message
+    waiting = task or next((t for t in plan.tasks if t.index in parcel.works), None)
+    waiting = waiting or next(t for t in plan.tasks if t.message == message.index)
+    names = ", ".join(message.variables[:3]) + (", …" if len(message.variables) > 3 else "")
+    return f"task {waiting.name} ({names}) with ranks {list(waiting.ranks)}"
+
+
+def _sentence(plan: Plan, what: str, error: Exception) -> str:
     silent = _silent_ranks(plan)
     who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
-    names = ", ".join(parcel.message.variables[:3]) + (", …" if len(parcel.message.variables) > 3 else "")
     cause = " ".join(str(error).split())[:200]
-    return f"rank {plan.rank} was waiting for task {task.name} ({names}) with ranks {list(task.ranks)}: {who} ({cause})"
+    return f"rank {plan.rank} was waiting for {what}: {who} ({cause})"
 
 
 def _silent_ranks(plan: Plan) -> list[int]:

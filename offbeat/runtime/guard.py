@@ -17,6 +17,9 @@ class GradientReader(Protocol):
     def gradient_read(self, parameter: torch.nn.Parameter) -> None:
         """Makes `parameter.grad` right before it is returned."""
 
+    def gradient_written(self, parameter: torch.nn.Parameter) -> None:
+        """Lets go of `parameter.grad` before somebody replaces it."""
+
 
 _gradient = torch.Tensor.grad
 
@@ -33,11 +36,20 @@ class GuardedParameter(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self._offbeat_reader.gradient_written(self)
         _gradient.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        self._offbeat_reader.gradient_written(self)
         _gradient.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
+        """A copy is nobody's business but its owner's."""
+        if id(self) not in memo:
+            copied = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]  # type: ignore[return-value]
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ import torch
 
 from offbeat.graph.model import Variable
 from offbeat.plan import Message, Piece, Task
-from offbeat.runtime.channel import Channels, Work
+from offbeat.runtime.channel import Channels, Work, wait
 from offbeat.runtime.encoders import MessageEncoder
 from offbeat.runtime.guard import raw_gradient, set_gradient
 from offbeat.runtime.rows import RowExchange, Rows
@@ -92,7 +92,7 @@ class Parcel:
         """Waits for one task, if this rank takes part in it."""
         work = self.works.pop(task, None)
         if work is not None:
-            work.wait()
+            wait(work)
 
     def finish(self) -> None:
         """Waits for every task under way and puts the averaged gradient into `parameter.grad`."""
@@ -218,7 +218,7 @@ class ValueParcel(Parcel):
         for task in tasks:
             if len(task.ranks) > 1:
                 assert task.root is not None
-                self.channels.back(task.ranks).broadcast(self.buffer[task.start : task.stop], task.root).wait()
+                wait(self.channels.back(task.ranks).broadcast(self.buffer[task.start : task.stop], task.root))
         super().unload()
 
 
@@ -331,7 +331,7 @@ class ShardedParcel(ValueParcel):
         for task in tasks:
             if len(task.ranks) > 1:
                 gathered = torch.empty(self.mine[task.start][2] * len(task.ranks), dtype=self.dtype, device=self.device)
-                self.channels.back(task.ranks).all_gather(gathered, self.parts[task.start]).wait()
+                wait(self.channels.back(task.ranks).all_gather(gathered, self.parts[task.start]))
                 self.buffer[task.start : task.stop] = gathered[: task.stop - task.start]
         Parcel.unload(self)
 
@@ -452,7 +452,7 @@ class SparseServerParcel(SparseParcel):
             count.fill_(len(changed))
             rows = Rows(changed, self.table[changed].reshape(len(changed), -1))
             block = self.back._pack(rows, 0, max(1, len(changed)), len(changed))
-        channel.broadcast(count, task.root).wait()
+        wait(channel.broadcast(count, task.root))
         if block is None:
             size = 8 + max(1, int(count)) * self.back.row_bytes
             block = torch.empty(size, dtype=torch.uint8, device=self.device)

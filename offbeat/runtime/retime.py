@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.plan.schedule import priority_order
-from offbeat.runtime.channel import Channel
+from offbeat.runtime.channel import Channel, wait
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
@@ -44,7 +44,7 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> float
     runs = []
     for _ in range(4):
         begin = time.perf_counter()
-        channel.all_reduce(tensor).wait()
+        wait(channel.all_reduce(tensor))
         _synchronise(device)
         runs.append(time.perf_counter() - begin)
     best = torch.tensor([min(runs)], dtype=torch.float64, device=device)
@@ -109,7 +109,7 @@ class Retimer:
 def _largest(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
     """The largest value over all ranks, bit for bit the same on each."""
     gathered = tensor.new_empty(channel.size * tensor.numel())
-    channel.all_gather(gathered, tensor).wait()
+    wait(channel.all_gather(gathered, tensor))
     return gathered.view(channel.size, -1).max(dim=0).values
 
 

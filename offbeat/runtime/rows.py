@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.runtime.channel import Channel, Work
+from offbeat.runtime.channel import Channel, Work, wait
 
 _HEADER = 8
 
@@ -49,7 +49,7 @@ class RowExchange:
         if largest > self.block_rows:
             extra = largest - self.block_rows
             work, rest = self._send(channel, self._pack(rows, self.block_rows, extra, len(rows)), root)
-            work.wait()
+            wait(work)
             received = [
                 _joined(first, self._unpack(block, max(0, count - self.block_rows)))
                 for first, block, count in zip(received, rest, counts, strict=True)

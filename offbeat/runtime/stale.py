@@ -11,7 +11,7 @@ from collections import deque
 import torch
 
 from offbeat.plan import Task
-from offbeat.runtime.channel import Work
+from offbeat.runtime.channel import Work, wait
 from offbeat.runtime.parcels import Parcel, ServerParcel
 
 
@@ -50,7 +50,7 @@ class StaleParcel(Parcel):
         """Takes the oldest message, waiting for it if need be; `parameter.grad` then holds its average."""
         tensor, works = self.flying.popleft()
         for work in works.values():
-            work.wait()
+            wait(work)
         self.buffer.copy_(tensor)
         self.unload()
 
@@ -68,5 +68,5 @@ class StaleServerParcel(StaleParcel, ServerParcel):
     def arrive(self) -> None:
         tensor, works = self.flying.popleft()
         for work in works.values():
-            work.wait()
+            wait(work)
         self.buffer.copy_(tensor)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import bridging
+import checkpoints
 import clipping
 import encoding
 import features
@@ -24,7 +26,7 @@ import offbeat
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
-    for module in (training, encoding, features, clipping, refusals)
+    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
 }

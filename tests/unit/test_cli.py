@@ -202,9 +202,7 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("demo", "--model", "vgg17"), "no model is called 'vgg17'"),
     ],
 )
-def test_bad_arguments(
-    arguments: tuple[str, ...], part: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(arguments: tuple[str, ...], part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in refused(capsys, *arguments)
     assert not list(folder.iterdir())
 

@@ -84,7 +84,7 @@ def test_every_command_shows_an_example_and_takes_json(command: str) -> None:
 
 
 def test_importing_offbeat_leaves_torch_alone() -> None:
-    code = "import sys, offbeat, offbeat.cluster; from offbeat import zoo; zoo.names(); sys.exit('torch' in sys.modules)"
+    code = "import sys, offbeat.cluster; from offbeat import zoo; zoo.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

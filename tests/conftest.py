@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from offbeat.emulate import Emulation
+
+
+@pytest.fixture
+def emulated_cluster() -> Iterator[Callable[..., Emulation]]:
+    """A factory with the arguments of Emulation, whose clusters end with the test; skips where links cannot be shaped."""
+    with ExitStack() as stack:
+
+        def make(hosts: Any, bandwidth: Any = "1Gbit/s", **options: Any) -> Emulation:
+            with warnings.catch_warnings(record=True) as refusals:
+                warnings.simplefilter("always")
+                emulation = stack.enter_context(Emulation(hosts, bandwidth, **options))
+            if emulation.kind == "loopback":
+                pytest.skip(f"no emulated network here: {refusals[0].message}")
+            return emulation
+
+        yield make

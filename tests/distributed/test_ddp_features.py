@@ -1,0 +1,194 @@
+"""What users of DistributedDataParallel rely on holds under every class of synchroniser."""
+
+from typing import Any
+
+import pytest
+from harness import Pools
+
+EXACT = 1e-10
+
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all_reduce": ("overlap", {"bucket": 600, "slice_bytes": 1024}),
+    "partitioned_all_reduce": ("partitioned_all_reduce", {"threshold": 300}),
+    "server": ("ps_load_balanced", {"servers": "ranks"}),
+    "partitioned_server": ("partitioned_ps", {"threshold": 200, "servers": "ranks"}),
+    "sharded": ("sharded", {"bucket": 900}),
+    "factors": ("poseidon", {"threshold": 200, "servers": "ranks"}),
+}
+"""One builder for each way an update is applied."""
+NAMES = ("overlap", "partitioned_all_reduce", "ps", "sharded")
+"""Builders used by name where no sizes matter."""
+
+
+def check(answers: list[dict[str, Any]], mode: str = "deferred") -> None:
+    assert [answer["mode"] for answer in answers] == [mode] * len(answers)
+    assert max(answer["error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_state_dict_has_the_single_device_names(pools: Pools, strategy: str) -> None:
+    for answer in pools(2).call("names", strategy=strategy):
+        assert answer == {"names": True, "same": True, "type": True}
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_no_sync_accumulates(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("no_sync", strategy=strategy))
+
+
+def test_no_sync_keeps_gradients_local(pools: Pools) -> None:
+    for answer in pools(2).call("no_sync_keeps_gradients_local"):
+        assert answer["error"] == 0
+
+
+@pytest.mark.parametrize("forwards_first", [False, True])
+@pytest.mark.parametrize("strategy", NAMES)
+def test_two_backward_passes_before_a_step(pools: Pools, strategy: str, forwards_first: bool) -> None:
+    answers = pools(2).call("two_backwards", strategy=strategy, forwards_first=forwards_first)
+    assert max(answer["error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("imported", ["function", "module"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_clipping_by_global_norm(pools: Pools, kind: str, imported: str, optimizer: str) -> None:
+    builder, options = CLASSES[kind]
+    answers = pools(2).call("clip", builder=builder, options=options, imported=imported, optimizer=optimizer)
+    check(answers, "barrier")
+    assert max(answer["norm_error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_clipping_with_a_late_rank(pools: Pools, kind: str) -> None:
+    builder, options = CLASSES[kind]
+    check(pools(4).call("slow_peer_clip", builder=builder, options=options), "barrier")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_clipping_that_starts_later_ends_deferral(pools: Pools, kind: str) -> None:
+    builder, options = CLASSES[kind]
+    check(pools(2).call("clip_later", builder=builder, options=options), "barrier")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_gradients_that_the_loop_replaces(pools: Pools, kind: str) -> None:
+    builder, options = CLASSES[kind]
+    check(pools(2).call("replaced_gradients", builder=builder, options=options), "barrier")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_grad_scaler_skips_an_overflow_everywhere(pools: Pools, kind: str) -> None:
+    builder, options = CLASSES[kind]
+    answers = pools(2).call("scaler", builder=builder, options=options)
+    check(answers, "barrier")
+    for answer in answers:
+        assert answer["scales"][0] == answer["scales"][1] == 1024.0
+
+
+def test_gradients_read_as_the_average(pools: Pools) -> None:
+    check(pools(2).call("local_gradients"), "barrier")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_unused_parameters(pools: Pools, world: int, strategy: str, optimizer: str) -> None:
+    check(pools(world).call("unused", strategy=strategy, kind=optimizer))
+
+
+def test_parameter_that_the_captured_step_did_not_use(pools: Pools) -> None:
+    """It is either trained as in one process or refused with one sentence, never left out in silence."""
+    answers = pools(2).answers("used_only_later")
+    for answer in answers:
+        if "error" in answer:
+            assert "odd.weight" in answer["message"]
+        else:
+            assert answer["result"]["error"] <= EXACT
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_frozen_parameters(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("frozen", strategy=strategy))
+
+
+@pytest.mark.parametrize("each_step", [True, False])
+@pytest.mark.parametrize("strategy", NAMES)
+def test_parameter_groups_and_schedulers(pools: Pools, strategy: str, each_step: bool) -> None:
+    check(pools(2).call("groups_and_schedule", strategy=strategy, each_step=each_step))
+
+
+@pytest.mark.parametrize("how", ["optimizer", "zeros", "model", "model_zeros", "by_hand"])
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+@pytest.mark.parametrize("strategy", ["overlap", "ps", "sharded"])
+def test_every_way_to_forget_gradients(pools: Pools, strategy: str, where: str, how: str) -> None:
+    answers = pools(2).call("zeroing", order=f"{where}:{how}", strategy=strategy)
+    assert max(answer["error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_gradients_that_are_never_forgotten(pools: Pools, strategy: str) -> None:
+    answers = pools(2).call("never_zeroed", strategy=strategy)
+    assert max(answer["error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_whoever_looks_after_step_sees_new_parameters(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("readers", strategy=strategy))
+
+
+@pytest.mark.parametrize("encoder", [None, {"name": "powersgd", "rank": 2}, {"name": "topk", "ratio": 0.3}])
+def test_one_rank_alone_saves_and_evaluates(pools: Pools, encoder: dict[str, Any] | None) -> None:
+    answers = pools(4).call("one_rank_saves", strategy="all_reduce", encoder=encoder)
+    assert [answer["mode"] for answer in answers] == ["deferred"] * 4
+    assert max(answer["error"] for answer in answers) == 0
+
+
+def test_one_rank_alone_saves_with_servers(pools: Pools) -> None:
+    answers = pools(4).call("one_rank_saves", strategy="ps")
+    assert max(answer["error"] for answer in answers) == 0
+
+
+def test_deep_copy_is_a_plain_model(pools: Pools) -> None:
+    for answer in pools(2).call("deep_copy"):
+        assert answer == {"equal": True, "kept": True, "trained": True, "mode": "deferred"}
+
+
+def test_lbfgs_with_a_closure(pools: Pools) -> None:
+    check(pools(2).call("lbfgs"), "barrier")
+
+
+def test_closure_for_an_optimizer_that_needs_none(pools: Pools) -> None:
+    check(pools(2).call("sgd_closure", strategy="overlap"), "barrier")
+
+
+def test_closure_with_servers_is_refused(pools: Pools) -> None:
+    for answer in pools(2).answers("sgd_closure", strategy="ps"):
+        assert answer["kind"] == "StrategyError"
+        assert "closure" in answer["message"]
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_tied_weights_and_weights_read_early(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("tied", strategy=strategy))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_model(pools: Pools, when: str) -> None:
+    """It trains right, or is refused with a sentence that says so."""
+    for answer in pools(2).answers("compiled", when=when, timeout=120):
+        if "error" in answer:
+            assert answer["kind"] in ("OffbeatError", "StrategyError"), answer["error"]
+            assert "compile" in answer["message"]
+        else:
+            assert answer["result"]["error"] <= EXACT
+
+
+def test_batch_norm_buffers_are_those_of_rank_0(pools: Pools) -> None:
+    for answer in pools(2).call("buffers"):
+        assert answer["error"] <= EXACT
+
+
+@pytest.mark.parametrize("strategy", ["overlap", "ps"])
+def test_optimizer_with_a_parameter_outside_the_model(pools: Pools, strategy: str) -> None:
+    for answer in pools(2).call("outside_parameter", strategy=strategy):
+        assert answer["error"] <= EXACT
