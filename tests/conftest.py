@@ -12,7 +12,7 @@ from offbeat.emulate import Emulation
 
 @pytest.fixture
 def emulated_cluster() -> Iterator[Callable[..., Emulation]]:
-    """A factory with the arguments of Emulation, whose clusters end with the test; skips where links cannot be shaped."""
+    """A factory with the arguments of Emulation; its clusters end with the test, which skips where none can be made."""
     with ExitStack() as stack:
 
         def make(hosts: Any, bandwidth: Any = "1Gbit/s", **options: Any) -> Emulation:

@@ -25,7 +25,7 @@ def run_demo(
         )
         kind = emulation.kind
     seconds = {job: list(chain.from_iterable(rank[job]["seconds"] for rank in ranks)) for job in ("ddp", "offbeat")}
-    difference, agree = _compare_losses(ranks)
+    difference, agree = compare_losses(ranks)
     return {
         "jobs": [
             _row("DDP, default settings", seconds["ddp"]),
@@ -40,7 +40,7 @@ def run_demo(
         "hosts": HOSTS,
         "emulation": kind,
         "link": "not limited" if kind == "loopback" else units.format_bandwidth(units.parse_bandwidth(bandwidth)),
-        "steps": f"{rounds} rounds of {steps} timed steps, DDP and Offbeat in turn",
+        "steps": f"{rounds} x {steps} timed steps of each, in turn",
     }
 
 
@@ -65,7 +65,7 @@ def _row(job: str, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def _compare_losses(ranks: list[dict[str, Any]]) -> tuple[float, bool]:
+def compare_losses(ranks: list[dict[str, Any]]) -> tuple[float, bool]:
     """The largest difference between the losses of the two jobs, and whether rounding explains it."""
     largest, agree = 0.0, True
     for rank in ranks:

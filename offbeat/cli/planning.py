@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")],
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")],
-    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder, a file, or auto.")] = "auto",
+    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Derive this rank's part alone.")] = None,
@@ -118,7 +118,6 @@ def _call(text: str, module: str, function: str) -> tuple[Any, Any]:
 
 def _strategy_maker(text: str, options: dict[str, Any]) -> Callable[["ModelGraph", "ClusterSpec"], "Strategy"]:
     """Refuses what can be refused before the model is captured, which takes longer."""
-    from offbeat.api import resolve_strategy
     from offbeat.strategy import Strategy, build_strategy
     from offbeat.strategy import builders as names
 
@@ -127,7 +126,7 @@ def _strategy_maker(text: str, options: dict[str, Any]) -> Callable[["ModelGraph
     if options:
         raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
     if text == "auto":
-        return lambda graph, cluster: resolve_strategy(text, graph, cluster)
+        raise OffbeatError("--strategy: 'auto' measures the network of a running job; name a builder instead")
     if not Path(text).exists():
         raise OffbeatError(f"--strategy: {text!r} is neither a builder ({', '.join(names())}) nor a strategy file")
     loaded = Strategy.load(text)

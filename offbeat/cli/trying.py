@@ -1,12 +1,13 @@
 """offbeat emulate, demo and doctor: a cluster on one machine, and what this machine can do."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offbeat.cli.app import Json, app
-from offbeat.cli.show import print_facts, print_json, print_rows, progress, stdout_to_stderr
+from offbeat.cli.show import print_facts, print_json, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 
@@ -16,16 +17,19 @@ def emulate(
     hosts: Annotated[int, typer.Option(min=1, help="Emulated hosts.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the job is ended.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Run a script on an emulated cluster: hosts joined by links of limited bandwidth."""
-    from offbeat.emulate import emulate_command
+    from offbeat.emulate.command import TIMED_OUT, emulate_command
 
-    if script[0].endswith(".py") and not Path(script[0]).is_file():
-        raise OffbeatError(f"{script[0]}: there is no such script")
+    is_script = script[0].endswith(".py")
+    if not (Path(script[0]).is_file() if is_script else script[0].startswith("-") or shutil.which(script[0])):
+        raise OffbeatError(f"{script[0]}: there is no such {'script' if is_script else 'program'}")
     with stdout_to_stderr(as_json):
         code = emulate_command(_links(bandwidth, hosts), bandwidth, ranks_per_host, script, timeout)
+    if code:
+        say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
     if as_json:
         print_json({"hosts": hosts, "ranks": hosts * ranks_per_host, "exit_code": code})
     raise typer.Exit(code)
@@ -39,7 +43,7 @@ def demo(
     bandwidth: Annotated[str, typer.Option(help="Of each host's link.")] = "500Mbit/s",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps in each round.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of DDP and Offbeat in turn.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the demo is ended.")] = 240.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the demo is ended.")] = 240.0,
     as_json: Json = False,
 ) -> None:
     """Train one model on two emulated hosts with plain DDP and with Offbeat, and compare."""

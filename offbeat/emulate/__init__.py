@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from offbeat.emulate.control import Worker
     from offbeat.emulate.emulation import Emulation, Host
     from offbeat.emulate.launch import RankError, Result
-    from offbeat.emulate.paced import DeviceClock, PacedLayer, PacedModel, paced
+    from offbeat.emulate.paced import DeviceClock, PacedLayer, PacedModel
 
 __all__ = [
     "DeviceClock",
@@ -20,7 +20,6 @@ __all__ = [
     "Result",
     "Worker",
     "emulate_command",
-    "paced",
 ]
 
 _MODULES = {
@@ -33,7 +32,6 @@ _MODULES = {
     "Result": "launch",
     "Worker": "control",
     "emulate_command": "command",
-    "paced": "paced",
 }
 
 

@@ -40,10 +40,12 @@ def emulate_command(
                     read, write = os.pipe()
                     pipes.append(_Lines(stack.enter_context(os.fdopen(read, "rb", 0)), f"[{rank}] ", shown_on))
                     ends.append(stack.enter_context(os.fdopen(write, "wb", 0)))
-                worker = emulation.popen(rank, script_argv, stdout=ends[0], stderr=ends[1], master_port=port)
-                workers.append(worker)
-                for end in ends:
-                    end.close()
+                try:
+                    workers.append(emulation.popen(rank, script_argv, stdout=ends[0], stderr=ends[1], master_port=port))
+                finally:
+                    # Whoever reads the other ends waits for all of these to close.
+                    for end in ends:
+                        end.close()
             until = None if timeout is None else time.monotonic() + timeout
             return _follow(workers, pipes, until)
         finally:

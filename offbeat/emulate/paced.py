@@ -8,10 +8,12 @@ With the input reduced to one signal h_i per sample, and g_i the gradient of the
     gradient of parameter p = sum_i g_i * (h_i + DECAY * p)
 
 which takes one pass over p, is linear in the loss and, for the mean over a batch, averages over replicas to the
-gradient of the joint batch: equality with a run on one device can be checked exactly.
+gradient of the joint batch. Initial values are multiples of 1/64 and DECAY is a power of two, so with inputs such as
+small integers nothing is rounded, and equality with a run on one device can be checked bit for bit.
 """
 
 import math
+import resource
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -35,8 +37,9 @@ class DeviceClock:
     The host must stay with a layer until it is done, because its gradients are used by the CPU. A real host would not:
     it would issue the next layer meanwhile. So work counts as issued earlier by the time the host has spent between
     `issue` and the end of `wait` since its last `synchronize`. Hence oversleeping and the host's own work between
-    layers do not add up, and the device idles only where the host needs longer than the device. A host that was blocked
-    by something else, such as the network, was not ahead and loses that lead.
+    layers do not add up, and the device idles only where the host needs longer than the device. A host that blocked on
+    something else, such as the network, was not ahead and loses that lead; one that other programs kept from the
+    processor keeps it.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class DeviceClock:
         self._issued_at = 0.0
         self._woke_at = 0.0
         self._woke_at_cpu = 0.0
+        self._woke_after_blocks = 0
         self._thread = 0
 
     def synchronize(self) -> None:
@@ -54,8 +58,9 @@ class DeviceClock:
     def issue(self, seconds: float) -> float:
         """Queues work and returns the time on `time.perf_counter` at which the device will have done it."""
         now = time.perf_counter()
-        blocked = (now - self._woke_at) - (time.thread_time() - self._woke_at_cpu)
-        if self._thread != threading.get_ident() or blocked > _BLOCKED_SECONDS:
+        idle = (now - self._woke_at) - (time.thread_time() - self._woke_at_cpu)
+        blocked = idle > _BLOCKED_SECONDS and _blocks() > self._woke_after_blocks
+        if blocked or self._thread != threading.get_ident():
             self._lead_seconds = 0.0
         self._issued_at = now
         self._free_at = max(self._free_at, now - self._lead_seconds) + seconds
@@ -68,7 +73,13 @@ class DeviceClock:
             time.sleep(deadline - now)
             now = time.perf_counter()
         self._lead_seconds += now - self._issued_at
-        self._woke_at, self._woke_at_cpu, self._thread = now, time.thread_time(), threading.get_ident()
+        self._woke_at, self._woke_at_cpu = now, time.thread_time()
+        self._woke_after_blocks, self._thread = _blocks(), threading.get_ident()
+
+
+def _blocks() -> int:
+    """How often this thread gave up the processor of its own accord."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 @dataclass(frozen=True)
@@ -234,7 +245,7 @@ def _owner(root: nn.Module, layer: PacedLayer) -> nn.Module:
         owner = child
     for name, shape in layer.parameter_shapes.items():
         dtype = getattr(torch, layer.dtypes.get(name, "float32"))
-        # The same on every rank and independent of the random state.
-        values = torch.linspace(-1.0, 1.0, math.prod(shape), dtype=torch.float32).to(dtype).reshape(shape)
-        owner.register_parameter(name, nn.Parameter(values))
+        # From -1 to 1 and over again: the same on every rank, whatever the random state, and exact in every float type.
+        values = torch.arange(math.prod(shape), dtype=torch.int32).remainder_(129).sub_(64).to(dtype).div_(64)
+        owner.register_parameter(name, nn.Parameter(values.reshape(shape)))
     return owner

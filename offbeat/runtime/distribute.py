@@ -4,6 +4,7 @@ Model and optimizer stay the user's objects: only their classes gain a mixin, so
 `isinstance` go on as before.
 """
 
+import copy
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
-from offbeat.runtime.memory import apply_memory_strategy
+from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.parcels import (
     EncodedParcel,
     EncodedServerParcel,
@@ -70,6 +71,10 @@ class DistributedModel:
         self._offbeat.engine.settle_all()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A plain model with the newest values, which takes no part in the job."""
+        return self._offbeat.plain_copy(memo)
+
     @property
     def offbeat_mode(self) -> str:
         """'deferred' or 'barrier'."""
@@ -111,11 +116,13 @@ class Runtime:
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: timedelta) -> None:
         self.model = model
+        self.model_class: Any = type(model)
         self.optimizer = optimizer
         self.optimizer_class = type(optimizer)
         self.plan = plan
         self.parameters = _variables(model, plan)
         _check_optimizer(plan, self.optimizer_class)
+        _check_stations(plan)
         _check_ranks_agree(plan)
         share_state(model)
         channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
@@ -129,7 +136,7 @@ class Runtime:
         self.gate.before_forward.append(self._receive_buffers)
         self.retimer: Retimer | None = None
         self._mix_in()
-        if mode == "deferred":
+        if mode == "deferred" or not self.engine.all_replicated:
             self.engine.attach_guards()
         self.engine.step_hooks.append(self._after_first_step)
         log.info("offbeat starts in %s mode: %s", mode, reason)
@@ -155,9 +162,31 @@ class Runtime:
         for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
             target._offbeat = self
             target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
-        self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all())
-        self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all())
-        self.model.register_load_state_dict_post_hook(lambda *_: self.engine.take_values())
+        self._handles = [
+            self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
+            self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
+            self.model.register_load_state_dict_post_hook(lambda *_: self.engine.take_values()),
+        ]
+
+    def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the model without the hooks and classes that distribute() gave it."""
+        self.engine.settle_all()
+        # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
+        for kept in (self, self.engine, self.gate, *self.engine.parcels):
+            memo[id(kept)] = kept
+        copied = self.model_class.__new__(self.model_class)
+        memo[id(self.model)] = copied
+        for name, value in self.model.__dict__.items():
+            if name != "_offbeat" and not isinstance(value, MicroBatches):
+                copied.__dict__[name] = copy.deepcopy(value, memo)
+        hooks = [parcel.hook for parcel in self.engine.parcels if isinstance(parcel, FactorParcel)]
+        ours = {handle.id for handle in (*self._handles, *self.gate.handles, *hooks)}
+        for module in copied.modules():
+            for name, value in module.__dict__.items():
+                if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                    for number in ours & value.keys():
+                        del value[number]
+        return copied
 
 
 def make_parcels(
@@ -256,6 +285,15 @@ def _check_optimizer(plan: Plan, optimizer_class: type[Optimizer]) -> None:
             raise StrategyError(
                 f"optimizer {optimizer_class.__name__} cannot update pieces of {message.variables[0]!r} separately; "
                 f"use a strategy that keeps variables whole"
+            )
+
+
+def _check_stations(plan: Plan) -> None:
+    for message in plan.messages:
+        if message.stations and message.encoder.gathered:
+            raise StrategyError(
+                f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which add "
+                f"gradients up on the way; leave out its stations, or use fp16, bf16 or randomk"
             )
 
 

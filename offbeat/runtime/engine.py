@@ -18,13 +18,21 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from offbeat.errors import StrategyError
 from offbeat.plan import Plan, Task
 from offbeat.runtime.absences import Absences
 from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
-from offbeat.runtime.parcels import Parcel, ShardedParcel, SparseServerParcel, ValueParcel, box_slices
+from offbeat.runtime.parcels import (
+    Parcel,
+    ShardedParcel,
+    SparseParcel,
+    SparseServerParcel,
+    ValueParcel,
+    box_slices,
+)
 from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
 
@@ -84,6 +92,15 @@ class Engine:
         self.components = self._make_components()
         self.component_of = {id(p): component for component in self.components for p in component.parameters()}
         self._make_server_optimizers()
+        self.outside = self._make_outside_optimizer()
+        self.in_rounds = [parcel for parcel in parcels if parcel.replicated and parcel.later_rounds]
+        """Parcels that all ranks must finish in one order, whichever they need first."""
+        self.dropped: frozenset[int] = frozenset()
+        """Parameters (by id) whose gradient the training loop has taken away before step()."""
+        self.retained = False
+        """The last step's gradients have not been forgotten since."""
+        self.shown = False
+        """They have been published since, for somebody who read them."""
         self.all_replicated = all(parcel.replicated and not parcel.message.staleness for parcel in parcels)
         self.server: AsyncServer | None = None
         if channels.direct is not None:
@@ -111,6 +128,18 @@ class Engine:
         for name, indices in parcels_of.items():
             parameter = self.parameters[name]
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready_hook(name, indices)))
+        for name, parameter in self.parameters.items():
+            if name not in parcels_of:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._unplanned_hook(name)))
+
+    def _unplanned_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def refuse(_: torch.Tensor) -> None:
+            raise StrategyError(
+                f"parameter {name!r} gets a gradient, which it did not get in the step that was captured; give "
+                f"distribute() example_inputs that use it, or none"
+            )
+
+        return refuse
 
     def _ready_hook(self, name: str, indices: list[int]) -> Callable[[torch.Tensor], None]:
         def ready(_: torch.Tensor) -> None:
@@ -155,7 +184,12 @@ class Engine:
                     units[id(parameter)] = Unit(parameter, parameter)
                 else:
                     box = box_slices(piece)
-                    units[piece] = Unit(parameter, torch.nn.Parameter(parameter.data[box]), parcel.views[place], box)
+                    tensor = torch.nn.Parameter(parameter.data[box])
+                    if isinstance(parcel, SparseParcel):
+                        parcel.unit = tensor
+                        units[piece] = Unit(parameter, tensor, None, box)
+                    else:
+                        units[piece] = Unit(parameter, tensor, parcel.views[place], box)
         if units:
             component.optimizer = UnitOptimizer(self.optimizer, self.optimizer_class, list(units.values()))
 
@@ -171,9 +205,17 @@ class Engine:
             if units:
                 self.owned[parcel.message.index] = UnitOptimizer(self.optimizer, self.optimizer_class, units)
 
+    def _make_outside_optimizer(self) -> UnitOptimizer | None:
+        """The optimizer may also hold parameters that the plan knows nothing of: they are stepped here alone."""
+        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        units = [Unit(parameter, parameter) for parameter in held if id(parameter) not in self.component_of]
+        return UnitOptimizer(self.optimizer, self.optimizer_class, units) if units else None
+
     def unit_optimizers(self) -> Iterable[UnitOptimizer]:
         """Every optimizer that stands in for a part of the user's."""
         yield from self.owned.values()
+        if self.outside is not None:
+            yield self.outside
         for component in self.components:
             if component.optimizer is not None:
                 yield component.optimizer
@@ -188,7 +230,7 @@ class Engine:
         self.in_backward = False
         self.synced = False
         self.published = False
-        self.tail_done = 0
+        self.prepared = False
 
     def _gradient_ready(self, name: str, indices: list[int]) -> None:
         if not self.in_backward:
@@ -243,9 +285,42 @@ class Engine:
         """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
         for parcel in self.parcels:
             if parcel.replicated and parcel.loaded and not isinstance(parcel, StaleParcel):
-                with explain(self.plan, parcel):
-                    parcel.finish()
+                self._finish(parcel)
         self._forget_unused()
+
+    def _finish(self, parcel: Parcel) -> None:
+        """Finishes a parcel and, where ranks could otherwise disagree on the order, those before it."""
+        if parcel.later_rounds:
+            for earlier in self.in_rounds[: self.in_rounds.index(parcel)]:
+                if earlier.loaded:
+                    with explain(self.plan, earlier):
+                        earlier.finish()
+        with explain(self.plan, parcel):
+            parcel.finish()
+
+    def free_gradients(self) -> None:
+        """A backward pass is about to add to `parameter.grad`: what is under way there must have arrived."""
+        if self.in_backward:
+            return
+        if self.synced:
+            self.finish_gradients()
+            self.publish_gradients()
+        elif self.retained:
+            self.retained = False
+            self._publish_retained(lambda parcel: not self.shown or isinstance(parcel, SparseServerParcel))
+
+    def _publish_retained(self, wanted: Callable[[Parcel], bool]) -> None:
+        """Shows the last step's averaged gradients, as far as they have not been forgotten."""
+        held = {parameter for parcel in self._served() for parameter in parcel.parameters}
+        forgotten = [parameter for parameter in held if raw_gradient(parameter) is None]
+        kept = held.difference(forgotten)
+        self._publish([p for p in self._served() if wanted(p) and not kept.isdisjoint(p.parameters)])
+        for parameter in forgotten:
+            set_gradient(parameter, None)
+
+    def _served(self) -> list[Parcel]:
+        """The parcels whose averaged gradient is not on every replica."""
+        return [self.parcels[index] for index in dict.fromkeys(task.message for task in self.tail)]
 
     def _unused(self) -> list[str]:
         with explain(self.plan, what="word of which variables each rank used"):
@@ -262,14 +337,37 @@ class Engine:
             return
         self.published = True
         self._run_tail(gradients_only=True)
+        self._publish(self._served())
+
+    def _publish(self, parcels: list[Parcel]) -> None:
+        for parcel in parcels:
+            if isinstance(parcel, SparseServerParcel):
+                raise StrategyError(
+                    f"the averaged gradient of {parcel.message.variables[0]!r} stays on its parameter server: the "
+                    f"training loop cannot read it, nor keep it beyond step()"
+                )
+            assert isinstance(parcel, ValueParcel)
+            with explain(self.plan, parcel):
+                parcel.publish([t for t in self.tail if t.message == parcel.message.index and t.delivers])
+
+    def _take_back_gradients(self) -> None:
+        """What the training loop made of the published gradients is what is applied."""
         for parcel in self.parcels:
-            if isinstance(parcel, ValueParcel) and parcel.loaded:
-                with explain(self.plan, parcel):
-                    if isinstance(parcel, ShardedParcel):
-                        parcel.settle_parts()
-                    parcel.publish([t for t in self.tail if t.message == parcel.message.index and t.delivers])
-            elif isinstance(parcel, SparseServerParcel):
-                raise RuntimeError("gradients of a sparse parameter server cannot be read by the training loop")
+            if not isinstance(parcel, StaleParcel | AsyncParcel):
+                parcel.reload()
+        taken = [p for p in self.parameters.values() if raw_gradient(p) is None]
+        self.dropped = frozenset(map(id, taken))
+
+    def _discard(self) -> None:
+        """The gradients on their way are not wanted: they arrive and are forgotten."""
+        self._prepare()
+        for parcel in self.parcels:
+            with explain(self.plan, parcel):
+                if parcel.replicated and parcel.loaded and not isinstance(parcel, StaleParcel):
+                    self._finish(parcel)
+                else:
+                    parcel.drop()
+        self._reset_step()
 
     # Step
 
@@ -283,8 +381,14 @@ class Engine:
         self.steps += 1
         if self.mode == "barrier":
             self.finish_gradients()
+        self.dropped = frozenset()
+        if self.published:
+            self._take_back_gradients()
         if self.mode == "barrier" and self.all_replicated:
             self._step_whole()
+        elif self.outside is not None:
+            self.outside.refresh()
+            self._apply(self.outside)
         for component in self.components:
             if component.optimizer is not None:
                 component.optimizer.refresh()
@@ -297,6 +401,7 @@ class Engine:
         if self.server is not None:
             self.server.exchange()
         self._reset_step()
+        self.retained, self.shown = bool(self.tail), False
         if self.mode == "barrier":
             self.settle_all()
         for hook in list(self.step_hooks):
@@ -316,9 +421,10 @@ class Engine:
 
     def _run_tail(self, gradients_only: bool = False) -> None:
         """The tasks after the first of each message: further reductions, owners' updates, returning parameters."""
-        for position, task in enumerate(self.tail):
+        self._prepare()
+        for task in self.tail:
             returning = task.kind == "update" or bool(task.delivers)
-            if position < self.tail_done or (gradients_only and returning):
+            if gradients_only and returning:
                 continue
             if self.published and not returning and not gradients_only:
                 continue
@@ -327,6 +433,15 @@ class Engine:
                 for before in task.after:
                     parcel.wait(before)
                 self._run_tail_task(parcel, task)
+
+    def _prepare(self) -> None:
+        """Rounds that owners' updates need, in one order on all ranks and before any rank waits for an owner."""
+        if self.prepared:
+            return
+        self.prepared = True
+        for parcel in self._served():
+            with explain(self.plan, parcel):
+                parcel.prepare()  # type: ignore[attr-defined]
 
     def _run_tail_task(self, parcel: Parcel, task: Task) -> None:
         if task.kind == "update":
@@ -338,8 +453,8 @@ class Engine:
 
     def _update_owned(self, parcel: Parcel) -> None:
         optimizer = self.owned.get(parcel.message.index)
-        if isinstance(parcel, ShardedParcel):
-            parcel.take_published() if self.published else parcel.settle_parts()
+        if isinstance(parcel, ShardedParcel) and not self.published:
+            parcel.settle_parts()
         if optimizer is None:
             return
         arrived = {id(parcel.unit): parcel.collect()} if isinstance(parcel, SparseServerParcel) else {}
@@ -386,7 +501,7 @@ class Engine:
         self.own_access = True
         try:
             unused = frozenset(id(self.parameters[name]) for name in self._unused())
-            optimizer.take_gradients(arrived or {}, unused)
+            optimizer.take_gradients(arrived or {}, unused | self.dropped)
             optimizer.step()
         finally:
             self.own_access = False
@@ -398,21 +513,18 @@ class Engine:
         component.settled = True
         self.unsettled -= 1
         for parcel in component.parcels:
-            with explain(self.plan, parcel):
-                if not parcel.replicated:
+            if not parcel.replicated:
+                with explain(self.plan, parcel):
                     parcel.receive()  # type: ignore[attr-defined]
-                elif parcel.loaded:
-                    parcel.finish()
+            elif parcel.loaded:
+                self._finish(parcel)
         if component.optimizer is not None:
-            self._apply(component.optimizer)
+            sparse = (p for p in component.parcels if isinstance(p, SparseParcel) and p.replicated)
+            self._apply(component.optimizer, {id(p.unit): p.unit_gradient() for p in sparse if p.unit is not None})
         for parameter in component.parameters():
             zeroing = self.zeroing.get(id(parameter))
-            if zeroing == "none":
-                set_gradient(parameter, None)
-            elif zeroing == "zero":
-                gradient = raw_gradient(parameter)
-                if gradient is not None:
-                    gradient.detach_().zero_()
+            if zeroing is not None:
+                _forget(parameter, set_to_none=zeroing == "none")
 
     def settle_all(self) -> None:
         """Waits for everything outstanding, so that parameters are up to date."""
@@ -430,17 +542,16 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets gradients: those still needed for an outstanding update are forgotten once it is applied."""
+        self.retained = False
+        if self.synced and not self.in_backward:
+            self._discard()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 component = self.component_of.get(id(parameter))
                 if component is not None and not component.settled:
                     self.zeroing[id(parameter)] = "none" if set_to_none else "zero"
-                elif set_to_none:
-                    set_gradient(parameter, None)
                 else:
-                    gradient = raw_gradient(parameter)
-                    if gradient is not None:
-                        gradient.detach_().zero_()
+                    _forget(parameter, set_to_none)
 
     # Modes
 
@@ -452,7 +563,7 @@ class Engine:
         if component is not None and not component.settled:
             for parcel in component.parcels:
                 if parcel.replicated and parcel.loaded:
-                    parcel.finish()
+                    self._finish(parcel)
             return
         if self.synced:
             self.finish_gradients()
@@ -460,6 +571,19 @@ class Engine:
             if self.mode == "deferred":
                 self.set_mode("barrier", "the training loop reads gradients before step()")
                 self.wanted_mode = "barrier"
+        elif self.retained and not self.shown:
+            self.shown = True
+            self._publish_retained(lambda parcel: isinstance(parcel, ValueParcel))
+
+    def gradient_written(self, parameter: torch.nn.Parameter) -> None:
+        """Somebody replaces `parameter.grad`: an outstanding update comes first, and what is applied is the new one."""
+        if self.own_access or self.in_backward:
+            return
+        component = self.component_of.get(id(parameter))
+        if component is not None and not component.settled:
+            self.settle(component)
+        elif self.synced:
+            self.gradient_read(parameter)
 
     def set_mode(self, mode: Literal["deferred", "barrier"], reason: str) -> None:
         if mode != self.mode:
@@ -480,3 +604,15 @@ class Engine:
         for parameter in self.parameters.values():
             unguard(parameter)
         self.channels.close()
+
+
+@torch.no_grad()
+def _forget(parameter: torch.nn.Parameter, set_to_none: bool) -> None:
+    gradient = raw_gradient(parameter)
+    if set_to_none or gradient is None:
+        set_gradient(parameter, None)
+        return
+    if gradient.grad_fn is not None:
+        gradient = gradient.detach()
+        set_gradient(parameter, gradient)
+    gradient.zero_()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from offbeat.runtime.engine import Component, Engine
 
@@ -23,16 +24,27 @@ class FirstUses(TorchFunctionMode):
         self.parameters = parameters
         self.running: list[torch.nn.Module] = []
         self.first: dict[str, torch.nn.Module | None] = {}
+        self.order: dict[str, int] = {}
+        """Place of each parameter in the order in which forward came to it, or to its owner."""
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module begins."""
+        self.running.append(module)
+        for parameter in module._parameters.values():
+            name = self.parameters.get(id(parameter))
+            if name is not None:
+                self.order.setdefault(name, len(self.order))
+
+    def leave(self) -> None:
+        """The innermost module has ended."""
+        self.running.pop()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for value in _tensors(args, 2):
+        for value in _tensors((*args, *(kwargs or {}).values()), 2):
             name = self.parameters.get(id(value))
             if name is not None and name not in self.first:
                 self.first[name] = self.running[-1] if self.running else None
-        for value in _tensors(tuple((kwargs or {}).values()), 2):
-            name = self.parameters.get(id(value))
-            if name is not None and name not in self.first:
-                self.first[name] = self.running[-1] if self.running else None
+                self.order.setdefault(name, len(self.order))
         return function(*args, **(kwargs or {}))
 
 
@@ -49,7 +61,7 @@ class ForwardGate:
         """Place of each variable in the order in which the watched forward used them."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
-        self._handles: list[Any] = [
+        self.handles: list[Any] = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
             model.register_forward_hook(self._leave_model, always_call=True),
         ]
@@ -63,7 +75,7 @@ class ForwardGate:
             return
         if module not in self.waits:
             self.waits[module] = {}
-            self._handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
+            self.handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
         self.waits[module][component] = None
 
     def _wait_hook(self, components: dict[Component, None]) -> Callable[..., None]:
@@ -88,20 +100,24 @@ class ForwardGate:
         if not self.watched and self.model.training and torch.is_grad_enabled():
             self._start_watching()
 
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        self.engine.free_gradients()
+
     def _start_watching(self) -> None:
         watching = self.watching = FirstUses(self.names)
         self._watch_handles: list[Any] = []
         for module in self.model.modules():
-            self._watch_handles.append(
-                module.register_forward_pre_hook(lambda m, *_: watching.running.append(m), prepend=True)
-            )
-            self._watch_handles.append(
-                module.register_forward_hook(lambda *_: watching.running.pop() and None, always_call=True)
-            )
-        watching.running.append(self.model)
+            self._watch_handles.append(module.register_forward_pre_hook(lambda m, *_: watching.enter(m), prepend=True))
+            self._watch_handles.append(module.register_forward_hook(lambda *_: watching.leave(), always_call=True))
+        watching.enter(self.model)
         watching.__enter__()
 
-    def _leave_model(self, *_: Any) -> None:
+    def _leave_model(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            # Autograd reaches the outputs before it adds to any parameter's gradient.
+            for value in tree_leaves(output):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(self._begin_backward)
         if self.watching is None:
             return
         watching, self.watching = self.watching, None
@@ -109,12 +125,17 @@ class ForwardGate:
         for handle in self._watch_handles:
             handle.remove()
         self.watched = True
-        self.use_order = {name: place for place, name in enumerate(watching.first)}
+        self.use_order = watching.order
         for name, parameter in self.engine.parameters.items():
-            self._add_wait(watching.first.get(name) or self.model, parameter)
+            first = watching.first.get(name)
+            if first is not None:
+                self._add_wait(first, parameter)
+            elif name in watching.first or name not in watching.order:
+                # Used outside every module, or by what cannot be told: the whole model waits.
+                self._add_wait(self.model, parameter)
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
 

@@ -49,7 +49,7 @@ class GuardedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             copied = self.detach().clone(memory_format=torch.preserve_format)
             memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
-        return memo[id(self)]  # type: ignore[return-value]
+        return memo[id(self)]
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

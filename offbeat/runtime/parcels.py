@@ -24,6 +24,8 @@ class Parcel:
 
     replicated = True
     """Every replica applies the update, from `parameter.grad`."""
+    later_rounds = False
+    """Finishing it may take further collectives, which all ranks must make in one order."""
 
     def __init__(
         self, message: Message, parameters: dict[str, torch.nn.Parameter], channels: Channels, me: int, share: float
@@ -110,9 +112,26 @@ class Parcel:
             else:
                 gradient = raw_gradient(parameter)
                 if gradient is None or gradient.layout != torch.strided:
-                    gradient = torch.zeros_like(parameter)
+                    gradient = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
                     set_gradient(parameter, gradient)
                 gradient[box_slices(piece)] = view
+        self.loaded = False
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Takes the averaged gradients back from `parameter.grad`, where the training loop may have changed them."""
+        for piece, parameter, view, whole in zip(
+            self.message.pieces, self.parameters, self.views, self.whole, strict=True
+        ):
+            gradient = raw_gradient(parameter)
+            if gradient is not None and gradient.data_ptr() != view.data_ptr():
+                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                view.copy_(dense if whole else dense[box_slices(piece)])
+
+    def drop(self) -> None:
+        """Waits for what is under way and forgets it."""
+        for task in list(self.works):
+            self.wait(task)
         self.loaded = False
 
     def update_units(self) -> list[Unit]:
@@ -126,6 +145,7 @@ class EncodedParcel(Parcel):
     def __init__(self, encoder: MessageEncoder, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.encoder = encoder
+        self.later_rounds = self.message.encoder.name == "powersgd"
         self.step = 0
         self.exchange: Generator[torch.Tensor, torch.Tensor, None] | None = None
         self.payload = self.received = self.buffer
@@ -213,8 +233,13 @@ class ValueParcel(Parcel):
             self.wait(task)
         self.unpack_values()
 
+    def prepare(self) -> None:
+        """What all ranks must do, one parcel after another, before owners can update."""
+
     def publish(self, tasks: list[Task]) -> None:
         """Sends the averaged gradient itself to every replica, for a training loop that reads it."""
+        for under_way in list(self.works):
+            self.wait(under_way)
         for task in tasks:
             if len(task.ranks) > 1:
                 assert task.root is not None
@@ -328,6 +353,9 @@ class ShardedParcel(ValueParcel):
 
     @torch.no_grad()
     def publish(self, tasks: list[Task]) -> None:
+        for under_way in list(self.works):
+            self.wait(under_way)
+        self.settle_parts()
         for task in tasks:
             if len(task.ranks) > 1:
                 gathered = torch.empty(self.mine[task.start][2] * len(task.ranks), dtype=self.dtype, device=self.device)
@@ -336,14 +364,16 @@ class ShardedParcel(ValueParcel):
         Parcel.unload(self)
 
     @torch.no_grad()
-    def take_published(self) -> None:
-        """The loop may have changed the published gradients (clipping): this rank's parts follow."""
+    def reload(self) -> None:
+        super().reload()
         for start, (begin, end, _) in self.mine.items():
             self.parts[start][: end - begin] = self.buffer[begin:end]
 
 
 class SparseParcel(Parcel):
     """Rows of a sparse gradient, gathered by everybody."""
+
+    later_rounds = True
 
     def __init__(self, variable: Variable, densify: bool, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -354,6 +384,8 @@ class SparseParcel(Parcel):
         width = variable.elements // variable.shape[0]
         self.exchange = RowExchange(width, self.dtype, self.device, variable.sparse_rows)
         self.blocks: list[torch.Tensor] = []
+        self.unit: torch.nn.Parameter | None = None
+        """These rows as a parameter, where other rows of the table are updated elsewhere."""
 
     @torch.no_grad()
     def load(self) -> None:
@@ -406,6 +438,28 @@ class SparseParcel(Parcel):
         set_gradient(parameter, gradient.to_dense() if self.densify else gradient)
         self.loaded = False
 
+    @torch.no_grad()
+    def unit_gradient(self) -> torch.Tensor:
+        """This shard's rows of the averaged gradient."""
+        low, high = self.rows_range
+        gradient = raw_gradient(self.parameters[0])
+        assert gradient is not None
+        if gradient.layout == torch.strided:
+            return gradient[low:high]
+        gradient = gradient.coalesce()
+        numbers = gradient.indices()[0]
+        inside = (numbers >= low) & (numbers < high)
+        rows = torch.sparse_coo_tensor(
+            (numbers[inside] - low).unsqueeze(0),
+            gradient.values()[inside],
+            (high - low, *self.shape[1:]),
+            check_invariants=False,
+        ).coalesce()
+        return rows.to_dense() if self.densify else rows
+
+    def reload(self) -> None:
+        """Rows are taken from `parameter.grad` in any case."""
+
 
 class SparseServerParcel(SparseParcel):
     """Rows of a sparse gradient, gathered by their owner, who updates the table and sends changed rows back."""
@@ -418,10 +472,53 @@ class SparseServerParcel(SparseParcel):
         self.unit = torch.nn.Parameter(self.table)
         self.back = RowExchange(self.exchange.width, self.dtype, self.device, self.exchange.block_rows)
         self.pending: tuple[Task, torch.Tensor] | None = None
+        self.counting: tuple[Work, torch.Tensor] | None = None
+        self.rest: tuple[Work | None, list[torch.Tensor]] = (None, [])
+        self.most_rows = 0
+        """Most rows that any rank has held so far."""
+
+    def load(self) -> None:
+        super().load()
+        self.exchange.block_rows = max(self.exchange.block_rows, self.most_rows)
+
+    def start(self, task: Task) -> None:
+        if len(task.ranks) > 1:
+            # Only the owner sees the blocks, but everybody must know whether there is more to send.
+            channel = self.channels.up(task.ranks)
+            counts = torch.empty(channel.size, dtype=torch.int64, device=self.device)
+            mine = torch.tensor([len(self.rows)], device=self.device)
+            self.counting = channel.all_gather(counts, mine), counts
+        super().start(task)
+
+    def prepare(self) -> None:
+        """Sends the rows that the first block did not take."""
+        self.rest = (None, [])
+        if self.counting is not None:
+            work, counts = self.counting
+            self.counting = None
+            wait(work)
+            self.most_rows = int(counts.max())
+            channel = self.channels.up(self.task.ranks)
+            self.rest = self.exchange.start_rest(channel, self.rows, self.most_rows, self.task.root)
+
+    def drop(self) -> None:
+        super().drop()
+        if self.rest[0] is not None:
+            wait(self.rest[0])
+
+    def _everybodys_rows(self) -> Rows:
+        if len(self.task.ranks) == 1:
+            return self.rows
+        work, rest = self.rest
+        if work is not None:
+            wait(work)
+        received = self.exchange.join(self.blocks, rest)
+        return Rows(torch.cat([r.numbers for r in received]), torch.cat([r.values for r in received]))
 
     def update_units(self) -> list[Unit]:
         if self.me != self.message.owner:
             return []
+        assert self.unit is not None
         return [Unit(self.parameters[0], self.unit, None, (slice(*self.rows_range),))]
 
     @torch.no_grad()
@@ -477,6 +574,8 @@ class FactorParcel(Parcel):
     The layer's inputs and the gradients of its outputs are kept as backward passes; every rank gathers all of them and
     multiplies.
     """
+
+    later_rounds = True
 
     def __init__(self, layer: torch.nn.Linear, rows: int, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]

@@ -26,23 +26,31 @@ CHECK_EVERY = 50
 """Steps between two looks at whether the times have drifted."""
 DRIFT = 0.15
 """Share of the backward time by which ready times may move before the order is rebuilt."""
+LONG_ENOUGH_SECONDS = 0.02
 SLACK_SECONDS = 1e-3
 """A task that is planned earlier than its gradient is ready stalls the whole queue, one planned later costs little."""
 
 
-def fit_link(channel: Channel, device: torch.device, small: int = 2**14, large: int = 2**20) -> tuple[float, float]:
-    """(seconds per all-reduce, seconds per byte) of a linear fit through two sizes, the slowest rank's."""
+def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:
+    """(seconds per all-reduce, seconds per byte) of a linear fit through a small and a large one, the slowest rank's.
+
+    The large one grows until it takes long enough to time, because queues along the way swallow short bursts.
+    """
     if channel.size == 1:
         return 0.0, 0.0
-    seconds = [_time_all_reduce(channel, device, size) for size in (small, large)]
-    per_byte = max(0.0, (seconds[1] - seconds[0]) / (large - small))
-    return max(0.0, seconds[0] - per_byte * small), per_byte
+    small, large = 2**14, 2**18
+    least, most = _time_all_reduce(channel, device, small), 0.0
+    while most < LONG_ENOUGH_SECONDS and large < 2**26:
+        large *= 4
+        most = _time_all_reduce(channel, device, large)
+    per_byte = max(0.0, (most - least) / (large - small))
+    return max(0.0, least - per_byte * small), per_byte
 
 
 def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> float:
     tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
     runs = []
-    for _ in range(4):
+    for _ in range(3):
         begin = time.perf_counter()
         wait(channel.all_reduce(tensor))
         _synchronise(device)

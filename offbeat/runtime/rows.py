@@ -41,21 +41,34 @@ class RowExchange:
 
     def finish(self, channel: Channel, rows: Rows, blocks: list[torch.Tensor], root: int | None) -> list[Rows]:
         """Every rank's rows, in ring order, after the blocks have arrived."""
-        counts = [int(block[:_HEADER].view(torch.int64)[0]) for block in blocks]
+        largest = max(_count(block) for block in blocks)
+        work, rest = self.start_rest(channel, rows, largest, root)
+        if work is not None:
+            wait(work)
+        received = self.join(blocks, rest)
+        self.block_rows = max(self.block_rows, largest)
+        return received
+
+    def start_rest(
+        self, channel: Channel, rows: Rows, largest: int, root: int | None
+    ) -> tuple[Work | None, list[torch.Tensor]]:
+        """Sends what the first block does not take; `largest` is the most rows that any rank holds."""
+        if largest <= self.block_rows:
+            return None, []
+        return self._send(channel, self._pack(rows, self.block_rows, largest - self.block_rows, len(rows)), root)
+
+    def join(self, blocks: list[torch.Tensor], rest: list[torch.Tensor]) -> list[Rows]:
+        """The rows in each rank's block, and in the rest of it where there is one."""
+        counts = [_count(block) for block in blocks]
         received = [
             self._unpack(block, min(count, self.block_rows)) for block, count in zip(blocks, counts, strict=True)
         ]
-        largest = max(counts)
-        if largest > self.block_rows:
-            extra = largest - self.block_rows
-            work, rest = self._send(channel, self._pack(rows, self.block_rows, extra, len(rows)), root)
-            wait(work)
-            received = [
-                _joined(first, self._unpack(block, max(0, count - self.block_rows)))
-                for first, block, count in zip(received, rest, counts, strict=True)
-            ]
-            self.block_rows = largest
-        return received
+        if not rest:
+            return received
+        return [
+            _joined(first, self._unpack(block, max(0, count - self.block_rows)))
+            for first, block, count in zip(received, rest, counts, strict=True)
+        ]
 
     def _send(self, channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, list[torch.Tensor]]:
         if root is None:
@@ -82,6 +95,10 @@ class RowExchange:
     def _fields(self, block: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         end = _HEADER + capacity * 8
         return block[_HEADER:end].view(torch.int64), block[end:].view(self.dtype).view(capacity, self.width)
+
+
+def _count(block: torch.Tensor) -> int:
+    return int(block[:_HEADER].view(torch.int64)[0])
 
 
 def _joined(first: Rows, second: Rows) -> Rows:

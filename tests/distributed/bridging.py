@@ -18,9 +18,7 @@ def _bridged(synchronizer: str, staleness: int = 0, asynchronous: bool = False) 
     configs = {}
     for number, (name, _) in enumerate(small_models.make("mlp").named_parameters()):
         placement = (number % world,) if synchronizer == "parameter_server" else ()
-        shard = Shard(
-            synchronizer=synchronizer, placement=placement, staleness=staleness, asynchronous=asynchronous
-        )
+        shard = Shard(synchronizer=synchronizer, placement=placement, staleness=staleness, asynchronous=asynchronous)
         configs[name] = VariableConfig(shards=(shard,))
     return Strategy(variables=configs)
 

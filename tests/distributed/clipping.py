@@ -14,12 +14,12 @@ from training import _cluster, _graph, _strategy
 from offbeat.strategy import Strategy
 
 
-def _built(builder: str, options: dict[str, Any]) -> Strategy:
+def _built(builder: str, options: dict[str, Any], mode: str = "auto") -> Strategy:
     graph = _graph("mlp", torch.float64, "sgd")
-    return _strategy({"builder": builder, "options": options}, graph, _cluster(None), "auto")
+    return _strategy({"builder": builder, "options": options}, graph, _cluster(None), mode)
 
 
-def clip(builder: str, options: dict[str, Any], imported: str, optimizer: str) -> dict[str, Any]:
+def clip(builder: str, options: dict[str, Any], imported: str, optimizer: str, mode: str) -> dict[str, Any]:
     """clip_grad_norm_, imported directly or called through its module, bites in every step."""
     norms: dict[bool, list[float]] = {True: [], False: []}
 
@@ -30,7 +30,7 @@ def clip(builder: str, options: dict[str, Any], imported: str, optimizer: str) -
         norms[loss is _own_loss].append(float(function(model.parameters(), 0.05)))
         trainer.step()
 
-    chosen = _built(builder, options)
+    chosen = _built(builder, options, mode)
     result = _compare(
         step,
         strategy=chosen,
@@ -105,6 +105,7 @@ def scaler(builder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def slow_peer_clip(builder: str, options: dict[str, Any]) -> dict[str, Any]:
     """As `clip`, with a rank that is late in every backward: a gradient read too early would show."""
+
     class Late(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, x: torch.Tensor) -> torch.Tensor:

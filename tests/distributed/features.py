@@ -187,6 +187,52 @@ def zeroing(order: str, strategy: str) -> dict[str, Any]:
     return _compare(step, strategy=strategy)
 
 
+def skipped_batches(strategy: str) -> dict[str, Any]:
+    """A loop that forgets every other batch's gradients instead of applying them."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, number: int) -> None:
+        optimizer.zero_grad()
+        loss(model, number).backward()
+        if number % 2:
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+
+    return _compare(step, strategy=strategy, steps=7)
+
+
+def cleared_by_hand(strategy: str) -> dict[str, Any]:
+    """Gradients set to None through parameters that the script collected before distribute()."""
+    collected: dict[int, list[nn.Parameter]] = {}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, number: int) -> None:
+        parameters = collected.setdefault(id(model), list(model.parameters()))
+        loss(model, number).backward()
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return _compare(step, strategy=strategy)
+
+
+def empty_module() -> dict[str, Any]:
+    """An nn.Sequential without modules, as residual networks have for shortcuts."""
+
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.shortcut, self.head = nn.Linear(23, 23), nn.Sequential(), nn.Linear(23, 5)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(torch.relu(self.body(x)) + self.shortcut(x)), y)
+
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return Shortcut().double()
+
+    return _compare(_plain, make=make)
+
+
 def never_zeroed(strategy: str) -> dict[str, Any]:
     """A loop that lets gradients accumulate over steps."""
 
@@ -228,9 +274,7 @@ def unused(strategy: str, kind: str) -> dict[str, Any]:
         return sum(losses) / len(losses)  # type: ignore[return-value]
 
     optimize = _sgd if kind == "sgd" else _adamw
-    return _compare(
-        _plain, strategy=strategy, make=make, optimize=optimize, own_loss=own, everybodys_loss=all_of_them
-    )
+    return _compare(_plain, strategy=strategy, make=make, optimize=optimize, own_loss=own, everybodys_loss=all_of_them)
 
 
 def used_only_later() -> dict[str, Any]:

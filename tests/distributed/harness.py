@@ -90,7 +90,9 @@ class Pool:
             if "error" in answer
         }
         if failures:
-            raise RankFailed("\n".join(f"rank {rank}: {error}" for rank, error in failures.items()))
+            first, *others = failures
+            also = "".join(f"\nrank {rank} as well: {failures[rank].splitlines()[-1]}" for rank in others)
+            raise RankFailed(f"rank {first}: {failures[first]}{also}")
         return [answer["result"] for answer in self._last]
 
     def answers(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> list[dict[str, Any]]:

@@ -48,12 +48,12 @@ def test_two_backward_passes_before_a_step(pools: Pools, strategy: str, forwards
     assert max(answer["error"] for answer in answers) <= EXACT
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("imported", ["function", "module"])
+@pytest.mark.parametrize("mode", ["auto", "barrier"])
+@pytest.mark.parametrize(("imported", "optimizer"), [("function", "sgd"), ("module", "adamw")])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_clipping_by_global_norm(pools: Pools, kind: str, imported: str, optimizer: str) -> None:
+def test_clipping_by_global_norm(pools: Pools, kind: str, imported: str, optimizer: str, mode: str) -> None:
     builder, options = CLASSES[kind]
-    answers = pools(2).call("clip", builder=builder, options=options, imported=imported, optimizer=optimizer)
+    answers = pools(2).call("clip", builder=builder, options=options, imported=imported, optimizer=optimizer, mode=mode)
     check(answers, "barrier")
     assert max(answer["norm_error"] for answer in answers) <= EXACT
 
@@ -82,7 +82,7 @@ def test_grad_scaler_skips_an_overflow_everywhere(pools: Pools, kind: str) -> No
     answers = pools(2).call("scaler", builder=builder, options=options)
     check(answers, "barrier")
     for answer in answers:
-        assert answer["scales"][0] == answer["scales"][1] == 1024.0
+        assert answer["scales"] == [2048.0, 2048.0]
 
 
 def test_gradients_read_as_the_average(pools: Pools) -> None:
@@ -101,7 +101,7 @@ def test_parameter_that_the_captured_step_did_not_use(pools: Pools) -> None:
     answers = pools(2).answers("used_only_later")
     for answer in answers:
         if "error" in answer:
-            assert "odd.weight" in answer["message"]
+            assert "parameter 'odd." in answer["message"]
         else:
             assert answer["result"]["error"] <= EXACT
 
@@ -129,6 +129,20 @@ def test_every_way_to_forget_gradients(pools: Pools, strategy: str, where: str, 
 def test_gradients_that_are_never_forgotten(pools: Pools, strategy: str) -> None:
     answers = pools(2).call("never_zeroed", strategy=strategy)
     assert max(answer["error"] for answer in answers) <= EXACT
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_batches_that_the_loop_skips(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("skipped_batches", strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_gradients_cleared_through_old_references(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("cleared_by_hand", strategy=strategy))
+
+
+def test_module_without_children(pools: Pools) -> None:
+    check(pools(2).call("empty_module"))
 
 
 @pytest.mark.parametrize("strategy", NAMES)

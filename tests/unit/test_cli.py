@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import main
+from offbeat.cli.demo import compare_losses
 from offbeat.cli.machine import Finding
 from offbeat.cli.show import print_facts
 from offbeat.cluster import ClusterSpec
@@ -182,7 +183,8 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("plan", "mlp", *SMALL, "--strategy", "ps", "--option", "sever=0"), "no option 'sever'"),
         (("plan", "mlp", *SMALL, "--strategy", "ps", "--option", "server"), "'server' is not of the form KEY=VALUE"),
         (("plan", "mlp", *SMALL, "--strategy", "overlap", "--option", "bucket=1MX"), "unknown unit 'MX'"),
-        (("plan", "mlp", *SMALL, "--option", "bucket=1MiB"), "only builders take options"),
+        (("plan", "mlp", *SMALL, "--strategy", "auto"), "'auto' measures the network of a running job"),
+        (("plan", "mlp", *SMALL, "--strategy", "s.json", "--option", "bucket=1MiB"), "only builders take options"),
         (("plan", "mlp", "--cluster", "B9", "--scale", "2"), "scale: 2.0 must be"),
         (("plan", "mlp", *SMALL, "--rank", "5"), "rank 5"),
         (("plan", "mlp", *SMALL, "-o", "missing/s.json"), "missing/s.json: cannot write the strategy"),
@@ -192,12 +194,13 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("plans",), "No such command 'plans'"),
         (("models", "--counts", "--scale", "0"), "scale: 0.0 must be"),
         (("clusters", "--yaml"), "name a preset or a file"),
-        (("emulate", "--bandwidth", "1Gbit", "--", "train.py"), "unknown unit 'Gbit'"),
-        (("emulate", "--bandwidth=-1Gbit/s", "--", "train.py"), "must be finite and not negative"),
-        (("emulate", "--bandwidth", "0", "--", "train.py"), "must be more than zero"),
-        (("emulate", "--hosts", "3", "--bandwidth", "1Gbit/s,2Gbit/s", "--", "t.py"), "2 are given for 3 hosts"),
-        (("emulate", "--hosts", "0", "--", "train.py"), "--hosts"),
-        (("emulate", "--", "no_such_script.py"), "no_such_script.py"),
+        (("emulate", "--bandwidth", "1Gbit", "--", "true"), "unknown unit 'Gbit'"),
+        (("emulate", "--bandwidth=-1Gbit/s", "--", "true"), "must be finite and not negative"),
+        (("emulate", "--bandwidth", "0", "--", "true"), "bandwidth: '0' is outside"),
+        (("emulate", "--hosts", "3", "--bandwidth", "1Gbit/s,2Gbit/s", "--", "true"), "2 are given for 3 hosts"),
+        (("emulate", "--hosts", "0", "--", "true"), "--hosts"),
+        (("emulate", "--", "no_such_script.py"), "no_such_script.py: there is no such script"),
+        (("emulate", "--", "no-such-program"), "no-such-program: there is no such program"),
         (("demo", "--bandwidth", "fast"), "'fast' is not a number with a unit"),
         (("demo", "--model", "vgg17"), "no model is called 'vgg17'"),
     ],
@@ -309,6 +312,62 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     os.close(write)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def emulated(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `offbeat emulate`; a machine that allows no namespaces warns once and goes on."""
+    done = run("emulate", *arguments, cwd=cwd)
+    lines = [line for line in done.stderr.splitlines() if "runs on plain loopback" not in line]
+    done.stderr = "".join(f"{line}\n" for line in lines)
+    return done
+
+
+def test_emulate_runs_a_script_on_every_rank(folder: Path) -> None:
+    Path("hello.py").write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
+    arguments = ("--hosts", "2", "--ranks-per-host", "2", "--bandwidth", "1Gbit/s,500Mbit/s", "--", "hello.py", "--x")
+    done = emulated(*arguments, cwd=folder)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} 4 ['--x']" for rank in range(4)]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_emulate_keeps_stdout_for_the_json(folder: Path) -> None:
+    Path("hello.py").write_text("print('hello')\n")
+    done = emulated("--hosts", "2", "--json", "--", "hello.py", cwd=folder)
+    assert json.loads(done.stdout) == {"hosts": 2, "ranks": 2, "exit_code": 0}
+    assert sorted(done.stderr.splitlines()) == ["[0] hello", "[1] hello"]
+
+
+def test_emulate_ends_as_its_job_does(folder: Path) -> None:
+    Path("fail.py").write_text("import os, sys, time\nos.environ['RANK'] == '1' and sys.exit(7)\ntime.sleep(60)\n")
+    done = emulated("--hosts", "2", "--", "fail.py", cwd=folder)
+    assert (done.returncode, done.stderr) == (7, "offbeat: the job ended with exit code 7\n")
+
+
+def test_emulate_ends_a_job_that_hangs(folder: Path) -> None:
+    Path("hang.py").write_text("import time\ntime.sleep(60)\n")
+    done = emulated("--hosts", "2", "--timeout", "1", "--", "hang.py", cwd=folder)
+    assert (done.returncode, done.stderr) == (124, "offbeat: the job ended with exit code 124: the 1 s were up\n")
+
+
+def test_demo_compares_measured_steps(folder: Path) -> None:
+    options = ("--model", "mlp", "--scale", "0.3", "--batch", "8", "--steps", "2", "--rounds", "2", "--json")
+    done = run("demo", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    ddp, ours = result["jobs"]
+    assert result["losses_agree"]
+    assert 0 < ours["fastest_seconds"] <= ours["median_step_seconds"] <= ours["slowest_seconds"]
+    assert result["ddp_over_offbeat"] == pytest.approx(ddp["median_step_seconds"] / ours["median_step_seconds"])
+    assert result["emulation"] in ("namespaces", "user namespaces", "loopback")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("ours", "agree"), [(2.0, True), (2.0000001, True), (2.1, False)])
+def test_demo_compares_losses(ours: float, agree: bool) -> None:
+    rank = {"ddp": {"losses": [3.0, 2.0]}, "offbeat": {"losses": [3.0, ours]}}
+    difference, agreed = compare_losses([rank, rank])
+    assert difference == pytest.approx(ours - 2.0)
+    assert agreed is agree
 
 
 def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat.emulate import DeviceClock, PacedLayer, PacedModel, paced
-from offbeat.emulate.paced import DECAY, layers_of
+from offbeat.emulate import DeviceClock, PacedLayer, PacedModel
+from offbeat.emulate.paced import DECAY, layers_of, paced
 from offbeat.errors import OffbeatError
 from offbeat.graph.model import ModelGraph, Operator, TensorSpec, Variable
 
@@ -94,13 +94,14 @@ def test_work_of_hooks_overlaps_with_the_device():
     model = uniform(10, 0.0, 10e-3)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: _spin(3e-3))
-    model(torch.ones(2)).mean().backward()
-    output = model(torch.ones(2)).mean()
-    began = time.perf_counter()
-    output.backward()
-    elapsed = time.perf_counter() - began
+    elapsed = []
+    for _ in range(4):
+        output = model(torch.ones(2)).mean()
+        began = time.perf_counter()
+        output.backward()
+        elapsed.append(time.perf_counter() - began)
     # 20 hooks of 3 ms beside 100 ms of device time; only those of the last layer come after it.
-    assert 0.1 <= elapsed < 0.14
+    assert 0.1 <= min(elapsed) < 0.13
 
 
 def test_device_idles_while_the_host_is_blocked():

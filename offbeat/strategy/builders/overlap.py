@@ -1,13 +1,14 @@
 """Offbeat's own starting point → balanced messages, cut into slices, most urgent first, updates deferred."""
 
+from itertools import groupby
+
 from offbeat.cluster import ClusterSpec
-from offbeat.graph import ModelGraph
+from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.builders._common import (
     SPARSE_ALL_GATHER,
     bytes_option,
     fused,
     in_forward_order,
-    size_buckets,
     trained,
 )
 from offbeat.strategy.model import Schedule, Strategy
@@ -25,14 +26,31 @@ def build(
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 
-    Gradients are fused in the order in which backward completes them until a message holds `bucket` bytes, so that
-    small ones do not cost a collective each; longer messages are cut into slices, so that an urgent one waits for one
-    slice at the most.
+    Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
+    gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
+    urgent message waits for one slice at the most.
     """
     dense = [variable for variable in graph.gradient_order if not variable.sparse]
-    configs = fused(size_buckets(dense, (bytes_option("bucket", bucket),)))
+    configs = fused(_messages(dense, bytes_option("bucket", bucket)))
     configs |= {variable.name: SPARSE_ALL_GATHER for variable in trained(graph) if variable.sparse}
     schedule = Schedule(
         policy="priority", slice_bytes=bytes_option("slice_bytes", slice_bytes, minimum=1024), in_flight=in_flight
     )
     return Strategy(variables=in_forward_order(graph, configs), schedule=schedule)
+
+
+def _messages(variables: list[Variable], limit: int) -> list[list[Variable]]:
+    messages: list[list[Variable]] = []
+    filling: list[Variable] = []
+    for _, members in groupby(variables, key=lambda variable: (variable.name.rpartition(".")[0], variable.dtype)):
+        module = list(members)
+        size = sum(variable.bytes for variable in module)
+        full = sum(variable.bytes for variable in filling) >= limit
+        if filling and (full or size >= limit or filling[0].dtype != module[0].dtype):
+            messages.append(filling)
+            filling = []
+        filling = filling + module
+        if size >= limit:
+            messages.append(filling)
+            filling = []
+    return [*messages, filling] if filling else messages
