@@ -22,7 +22,7 @@ from offbeat.strategy import Strategy, build_strategy, builders
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
-MIN_BUCKET_BYTES = 2**19
+MIN_BUCKET_BYTES = 2**18
 MAX_BUCKET_BYTES = 25 * 2**20
 
 
@@ -71,14 +71,14 @@ def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGr
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
     """A plan fit for the link as it is measured now: overlapped into the next forward where the network takes time.
 
-    A message should be long enough that what each collective costs beside its bytes is a fifth of it at the most, and
+    A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
     short enough that there are some to choose from.
     """
     seconds, seconds_per_byte = measure_link()
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
-    bucket = min(max(4 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
+    bucket = min(max(8 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
 
 

@@ -24,7 +24,7 @@ from offbeat.runtime.channel import Channels
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.faults import explain
+from offbeat.runtime.faults import explain, light_beacon
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.parcels import (
@@ -124,6 +124,7 @@ class Runtime:
         _check_optimizer(plan, self.optimizer_class)
         _check_stations(plan)
         _check_ranks_agree(plan)
+        light_beacon(plan)
         share_state(model)
         channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
         parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)
@@ -292,8 +293,8 @@ def _check_stations(plan: Plan) -> None:
     for message in plan.messages:
         if message.stations and message.encoder.gathered:
             raise StrategyError(
-                f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which add "
-                f"gradients up on the way; leave out its stations, or use fp16, bf16 or randomk"
+                f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which "
+                f"add gradients up on the way; leave out its stations, or use fp16, bf16 or randomk"
             )
 
 
@@ -322,11 +323,11 @@ def _check_ranks_agree(plan: Plan) -> None:
     store = dist.PrefixStore(f"offbeat/agreement/{_generation}", _get_default_store())
     mine = f"{plan.graph.signature} {plan.strategy.digest}"
     store.set(str(plan.rank), mine)
-    first = store.get(str(plan.replicas[0])).decode()
-    if first == mine:
-        return
-    what = "model" if first.split()[0] != plan.graph.signature else "strategy"
-    raise StrategyError(f"rank {plan.rank} has another {what} than rank {plan.replicas[0]}")
+    first, *others = ((rank, store.get(str(rank)).decode()) for rank in plan.replicas)
+    for rank, theirs in others:
+        if theirs != first[1]:
+            what = "model" if theirs.split()[0] != first[1].split()[0] else "strategy"
+            raise StrategyError(f"rank {rank} has another {what} than rank {first[0]}")
 
 
 def share_state(model: torch.nn.Module) -> None:

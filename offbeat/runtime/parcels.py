@@ -55,7 +55,7 @@ class Parcel:
             gradient = raw_gradient(parameter)
             if gradient is None:
                 view.zero_()
-            elif gradient.data_ptr() == view.data_ptr() and gradient.layout == torch.strided:
+            elif gradient.layout == torch.strided and gradient.data_ptr() == view.data_ptr():
                 view.mul_(self.share)
             else:
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
@@ -124,9 +124,10 @@ class Parcel:
             self.message.pieces, self.parameters, self.views, self.whole, strict=True
         ):
             gradient = raw_gradient(parameter)
-            if gradient is not None and gradient.data_ptr() != view.data_ptr():
+            if gradient is not None:
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                view.copy_(dense if whole else dense[box_slices(piece)])
+                if dense.data_ptr() != view.data_ptr():
+                    view.copy_(dense if whole else dense[box_slices(piece)])
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""
@@ -547,7 +548,7 @@ class SparseServerParcel(SparseParcel):
         if self.me == task.root:
             changed = (self.table != self.before).reshape(len(self.table), -1).any(dim=1).nonzero()[:, 0]
             count.fill_(len(changed))
-            rows = Rows(changed, self.table[changed].reshape(len(changed), -1))
+            rows = Rows(changed, self.table[changed].reshape(len(changed), self.back.width))
             block = self.back._pack(rows, 0, max(1, len(changed)), len(changed))
         wait(channel.broadcast(count, task.root))
         if block is None:

@@ -95,8 +95,13 @@ class Pool:
             raise RankFailed(f"rank {first}: {failures[first]}{also}")
         return [answer["result"] for answer in self._last]
 
-    def answers(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> list[dict[str, Any]]:
-        """As `call`, but an exception on a rank is an answer too: {"error": traceback, "kind": …, "message": …}."""
+    def answers(
+        self, function: str, *, timeout: float = 60.0, keep: bool = False, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """As `call`, but an exception on a rank is an answer too: {"error": traceback, "kind": …, "message": …}.
+
+        `keep` keeps the pool after exceptions, for refusals that come before any communication.
+        """
         if not self.ranks:
             self._start()
         request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
@@ -110,7 +115,7 @@ class Pool:
             logs = self._log_tails()
             self.close()
             raise RankFailed(f"{error}\n{logs}") from None
-        if any("error" in answer for answer in self._last):
+        if not keep and any("error" in answer for answer in self._last):
             self.close()
         return self._last
 

@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
 
 class Everything(nn.Module):
-    """One variable of every kind: a sparse table, a convolution, dense layers, a scalar, a tied and a functional use."""
+    """Every kind of variable: a sparse table, a convolution, dense layers, a scalar, a tied weight, an early use."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ _MODELS: dict[str, Callable[[bool], nn.Module]] = {
     "cnn": lambda _: Cnn(),
     "transformer": lambda _: Transformer(),
     "ncf": lambda sparse: NeuMF(USERS, ITEMS, 4, (8, 6, 3), sparse),
-    "everything": lambda sparse: Everything(sparse),
+    "everything": Everything,
 }
 
 

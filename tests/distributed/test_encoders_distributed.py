@@ -18,6 +18,8 @@ CASES = [("all_reduce", encoder) for encoder in ENCODERS]
 CASES += [("parameter_server", encoder) for encoder in ENCODERS if encoder["name"] != "powersgd"]
 """PowerSGD takes two rounds, so a server's shard refuses it."""
 STEPS = 250
+SUMMED_IN_16_BITS = {"fp16": 2e-4, "bf16": 2e-3}
+"""How far the sum on the wire, which is rounded at every hop, may be from the sum of what was sent."""
 
 
 def _name(encoder: object) -> str:
@@ -47,7 +49,7 @@ def test_sharded_messages_in_16_bits(pools: Pools, encoder: dict[str, Any]) -> N
 def test_encoded_messages_through_transfer_stations(pools: Pools, encoder: dict[str, Any]) -> None:
     """They arrive right, or the strategy is refused before the first step."""
     answers = pools(4).answers(
-        "lossy", synchronizer="parameter_server", encoder=encoder, nodes=2, stations=[0, 2], timeout=30
+        "lossy", synchronizer="parameter_server", encoder=encoder, nodes=2, stations=[0, 2], keep=True
     )
     for answer in answers:
         if "error" in answer:
@@ -60,7 +62,7 @@ def test_encoded_messages_through_transfer_stations(pools: Pools, encoder: dict[
 @pytest.mark.parametrize("encoder", ENCODERS, ids=_name)
 def test_error_feedback_loses_nothing(pools: Pools, encoder: dict[str, Any]) -> None:
     for answer in pools(4).call("residuals", encoder=encoder, steps=5):
-        assert answer["error"] <= 1e-12
+        assert answer["error"] <= SUMMED_IN_16_BITS.get(encoder["name"], 1e-12)
         assert answer["kept_back"] > 0
 
 

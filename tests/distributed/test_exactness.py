@@ -1,5 +1,6 @@
-"""Every strategy without a lossy encoder computes exactly what one process would that averages the replicas' gradients."""
+"""Every strategy without a lossy encoder computes what one process would that averages the replicas' gradients."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -161,9 +162,7 @@ def test_explicit_order(pools: Pools) -> None:
     groups |= {"layers.4.weight": 0, "layers.4.bias": 1}
     cuts = {0: (0, 7, 500, 23 * 37 + 9 + 9 * 5), 1: (0, 100, 37 + 37 * 9 + 5)}
     slices = [
-        Slice(group=group, start=start, stop=stop)
-        for group, edges in cuts.items()
-        for start, stop in zip(edges, edges[1:], strict=False)
+        Slice(group=group, start=start, stop=stop) for group, edges in cuts.items() for start, stop in pairwise(edges)
     ]
     order = tuple(slices[index] for index in (3, 1, 4, 0, 2))
     strategy = Strategy(

@@ -11,6 +11,7 @@ from typing import Any
 import small_models
 import torch
 import torch.distributed as dist
+from random_strategies import random_strategy
 from torch import nn
 
 import offbeat
@@ -297,3 +298,10 @@ def weighted(model: str, optimizer: str, builder: str, options: dict[str, Any], 
     )
     strategy = strategy.model_copy(update={"weights": tuple(float(size) for size in sizes)})
     return train(model, optimizer, {"json": strategy.to_json()}, sizes=sizes)
+
+
+def train_random(seed: int) -> dict[str, Any]:
+    """The strategy that `seed` makes, on ranks of two nodes that take naps."""
+    optimizer = ("sgd", "adamw")[seed // 2 % 2]
+    strategy = random_strategy(seed, _graph("everything", torch.float64, optimizer), _cluster(2))
+    return train("everything", optimizer, {"json": strategy.to_json()}, nodes=2, steps=3, delays=seed)

@@ -1,0 +1,15 @@
+"""Whatever the strategy and however late a rank is: no deadlock, no wrong value."""
+
+import pytest
+from harness import Pools
+
+SEEDS = range(200)
+RANKS = (2, 4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_strategy_with_random_delays(pools: Pools, seed: int) -> None:
+    """Half of the strategies on 2 ranks, half on 4 ranks of two nodes."""
+    world = RANKS[seed % 2]
+    answers = pools(world).call("train_random", seed=seed, timeout=40)
+    assert max(answer["error"] for answer in answers) <= 1e-10
