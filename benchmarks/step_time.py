@@ -2,12 +2,13 @@
 
     python benchmarks/step_time.py --json [--quick] [--hosts 2|4] [--model vgg ...] [--regime balanced ...]
 
-For each model and regime, eight explicit bucket sizes of DDP are tried first; then the workers alternate short blocks of
-steps of compute alone, DDP with its default buckets, DDP with the two sizes that were best, and Offbeat. The bound is max(compute, network): `compute` is the
-local step, `network` an all-reduce of all gradients. The link's bandwidth is chosen from the measured compute, so that
-network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4 (compute-bound). With two hosts compute is real; with
-four it is paced (it takes the time without taking the processor, as an accelerator's does), because four workers do not
-fit on two cores. Medians of the blocks' medians, in milliseconds; ratios are what counts.
+For each model and regime, eight explicit bucket sizes of DDP are tried first; then the workers alternate short blocks
+of steps of compute alone, DDP with its default buckets, DDP with the two sizes that were best, and Offbeat. The bound
+is max(compute, network): `compute` is the local step, `network` an all-reduce of all gradients. The link's bandwidth is
+chosen from the measured compute, so that network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4
+(compute-bound). With two hosts compute is real; with four it is paced (it takes the time without taking the processor,
+as an accelerator's does), because four workers do not fit on two cores. Medians of the blocks' medians, in
+milliseconds; ratios are what counts.
 """
 
 import argparse

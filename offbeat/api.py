@@ -102,7 +102,11 @@ def join_job(timeout: timedelta | None = None) -> None:
             f"or call torch.distributed.init_process_group first"
         )
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun keeps its store over a restart, with the addresses of ranks that are gone in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"offbeat/attempt{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _this_cluster(world: int) -> ClusterSpec:

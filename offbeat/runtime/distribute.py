@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.plan import Message, Plan
+from offbeat.runtime import beacon
 from offbeat.runtime.asynchronous import AsyncParcel
 from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.encoders import make_encoder
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.faults import explain, light_beacon
+from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.parcels import (
@@ -124,7 +125,7 @@ class Runtime:
         _check_optimizer(plan, self.optimizer_class)
         _check_stations(plan)
         _check_ranks_agree(plan)
-        light_beacon(plan)
+        beacon.light(plan.replicas)
         share_state(model)
         channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
         parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)

@@ -405,7 +405,8 @@ class Engine:
         if self.mode == "barrier":
             self.settle_all()
         for hook in list(self.step_hooks):
-            hook()
+            with explain(self.plan, what="all ranks to agree on the issue order"):
+                hook()
 
     def _step_whole(self) -> None:
         """Everything is averaged and everybody applies it: the user's optimizer takes one ordinary step."""

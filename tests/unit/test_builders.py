@@ -121,6 +121,7 @@ def test_schedule(name: str):
         "wfbp": Schedule(mode="barrier"),
         "tictac": Schedule(policy="priority"),
         "byteps": Schedule(policy="priority"),
+        "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20),
     }
     assert build_strategy(name, MIXED, FOUR).schedule == expected.get(name, Schedule())
 
@@ -397,3 +398,23 @@ def test_a_builder_returns_a_strategy():
 def test_a_builders_name_is_taken_once():
     with pytest.raises(StrategyError, match="a builder named 'ddp' exists already"):
         register_builder("ddp")(lambda graph, cluster: Strategy())
+
+
+def test_overlap_fuses_small_modules_and_lets_large_ones_travel_alone():
+    graph = make_graph(
+        [
+            Layer((Weight("a.weight", (64, 64)), Weight("a.bias", (64,)))),
+            Layer((Weight("b.weight", (512, 512)), Weight("b.bias", (512,)))),
+            Layer((Weight("c.weight", (64, 64)), Weight("c.bias", (64,)))),
+            Layer((Weight("d.weight", (64, 64)), Weight("d.bias", (64,)))),
+        ]
+    )
+    strategy = build_strategy("overlap", graph, FOUR, bucket="512KiB")
+    groups: dict[int | None, set[str]] = {}
+    for name, config in strategy.variables.items():
+        groups.setdefault(config.shards[0].group, set()).add(name)
+    assert sorted(groups.values(), key=sorted) == [
+        {"a.weight", "a.bias"},
+        {"b.weight", "b.bias"},
+        {"c.weight", "c.bias", "d.weight", "d.bias"},
+    ]
