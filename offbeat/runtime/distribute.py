@@ -28,17 +28,9 @@ from offbeat.runtime.engine import Engine
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
-from offbeat.runtime.parcels import (
-    EncodedParcel,
-    EncodedServerParcel,
-    FactorParcel,
-    Parcel,
-    ServerParcel,
-    ShardedParcel,
-    SparseParcel,
-    SparseServerParcel,
-)
+from offbeat.runtime.parcels import EncodedParcel, EncodedServerParcel, Parcel, ServerParcel, ShardedParcel
 from offbeat.runtime.retime import Retimer
+from offbeat.runtime.row_parcels import FactorParcel, SparseParcel, SparseServerParcel
 from offbeat.runtime.stale import StaleParcel, StaleServerParcel
 from offbeat.runtime.updates import elementwise, per_variable
 

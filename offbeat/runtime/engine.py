@@ -25,14 +25,8 @@ from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
 from offbeat.runtime.channel import Channels
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
-from offbeat.runtime.parcels import (
-    Parcel,
-    ShardedParcel,
-    SparseParcel,
-    SparseServerParcel,
-    ValueParcel,
-    box_slices,
-)
+from offbeat.runtime.parcels import Parcel, ShardedParcel, ValueParcel, box_slices
+from offbeat.runtime.row_parcels import SparseParcel, SparseServerParcel
 from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
 

@@ -7,7 +7,7 @@ import small_models
 import torch
 import torch.distributed as dist
 from torch import nn
-from training import _cluster, _distributed, _graph, _parameters, _remembering_capture, _strategy
+from training import _cluster, _distributed, _graph, _parameters, _quick_setup, _strategy
 
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
 
@@ -36,7 +36,7 @@ def lossy(
         chosen = _encoded(synchronizer, used, model, tuple(stations or ()))
         batches = [small_models.batch("mlp", step, dist.get_rank()) for step in range(5)]
         with (
-            _remembering_capture("mlp", torch.float64, "sgd"),
+            _quick_setup("mlp", torch.float64, "sgd"),
             _distributed(model, optimizer, chosen, batches[0], _cluster(nodes)),
         ):
             for batch in batches:
@@ -68,7 +68,7 @@ def residuals(encoder: dict[str, Any], steps: int) -> dict[str, Any]:
     optimizer = small_models.make_optimizer("sgd", model.parameters())
     worst, kept_back = 0.0, 0.0
     with (
-        _remembering_capture("mlp", torch.float64, "sgd"),
+        _quick_setup("mlp", torch.float64, "sgd"),
         _distributed(model, optimizer, chosen, small_models.batch("mlp", 0, rank), _cluster(None)) as engine,
     ):
         for step in range(steps):
