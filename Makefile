@@ -18,7 +18,8 @@ demo: $(STAMP)
 	$(BIN)/offbeat demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit
 	$(BIN)/python -m pytest -q -m 'not slow' tests/distributed tests/gpu
 
 test-slow: $(STAMP)

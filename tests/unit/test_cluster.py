@@ -490,6 +490,7 @@ def test_unknown_presets_list_the_known_ones():
             ClusterSpec.preset("h100", nodes=wrong)
 
 
+@pytest.mark.timing
 def test_ten_thousand_devices_are_fast():
     started = time.perf_counter()
     spec = ClusterSpec.preset("h100", nodes=1250)

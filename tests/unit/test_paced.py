@@ -12,6 +12,8 @@ from offbeat.emulate.paced import DECAY, layers_of, paced
 from offbeat.errors import OffbeatError
 from offbeat.graph.model import ModelGraph, Operator, TensorSpec, Variable
 
+pytestmark = pytest.mark.timing
+
 
 def uniform(count: int, forward_seconds: float = 0.0, backward_seconds: float = 0.0) -> PacedModel:
     shapes = {"weight": (8, 4), "bias": (8,)}
@@ -131,7 +133,7 @@ def test_frozen_parameters_get_no_gradient_and_layers_without_parameters_take_ti
     output = model(torch.ones(2)).mean()
     began = time.perf_counter()
     output.backward()
-    assert time.perf_counter() - began >= 30e-3
+    assert time.perf_counter() - began >= 29e-3
     assert model.get_parameter("a.w").grad is None
 
 
