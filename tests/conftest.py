@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,6 +10,10 @@ import pytest
 from hypothesis import settings
 
 from offbeat.emulate import Emulation
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell that starts a job in the background makes it, and all that it starts, deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a change breaks the tests, not the day.
 settings.register_profile("offbeat", derandomize=True, deadline=None)
