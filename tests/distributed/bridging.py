@@ -79,7 +79,7 @@ def asynchronous(steps: int) -> dict[str, Any]:
             loss = net(*small_models.batch("mlp", step % 4, rank))
             loss.backward()
             if rank == 0:
-                time.sleep(0.02)
+                time.sleep(0.08)
             trainer.step()
             losses.append(loss.item())
         seconds = time.monotonic() - begin

@@ -32,10 +32,10 @@ def test_staleness_zero_is_synchronous_bit_for_bit(pools: Pools, synchronizer: s
 
 
 def test_an_asynchronous_server_keeps_nobody_waiting_for_the_slowest(pools: Pools):
-    ranks = pools(4).call("asynchronous", steps=60)
-    assert ranks[0]["seconds"] > 0.8
+    ranks = pools(4).call("asynchronous", steps=40)
+    assert ranks[0]["seconds"] > 3.2
     assert all(rank["seconds"] < 0.75 * ranks[0]["seconds"] for rank in ranks[1:])
-    assert all(rank["last"] < 0.8 * rank["first"] for rank in ranks)
+    assert all(rank["last"] < 0.9 * rank["first"] for rank in ranks)
 
 
 @pytest.mark.parametrize(("parts", "scale"), [(2, 1.0), (4, 1.0), (2, 128.0)])
