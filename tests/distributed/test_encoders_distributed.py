@@ -26,7 +26,7 @@ def _name(encoder: object) -> str:
     return encoder["name"] if isinstance(encoder, dict) else str(encoder)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("synchronizer", "encoder"), CASES, ids=_name)
 def test_replicas_stay_equal_and_runs_repeat(
     pools: Pools, synchronizer: str, encoder: dict[str, Any], world: int

@@ -41,7 +41,7 @@ def losses(directory: Path) -> list[list[float]]:
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("builder", ["overlap", "partitioned_ps"])
+@pytest.mark.parametrize("builder", [pytest.param("overlap", marks=pytest.mark.slow), "partitioned_ps"])
 def test_a_relaunched_job_repeats_the_unbroken_one(tmp_path: Path, builder: str):
     unbroken = run(tmp_path / "unbroken", builder, kill_at=-1)
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
