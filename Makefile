@@ -19,8 +19,8 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit
-	$(BIN)/python -m pytest -q -m 'not slow' tests/distributed tests/gpu
+	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit tests/distributed
+	$(BIN)/python -m pytest -q -m 'not slow and not timing' tests/distributed tests/gpu
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

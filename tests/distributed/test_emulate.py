@@ -18,7 +18,7 @@ import pytest
 from offbeat.emulate import Emulation, RankError, emulate_command
 from offbeat.errors import EmulationError, OffbeatError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.timing]
 
 MEBIBYTE = 2**20
 ATTEMPTS = 3
