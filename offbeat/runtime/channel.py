@@ -5,7 +5,8 @@ its collectives in the order in which they are put in; every rank puts them in i
 """
 
 import os
-from collections.abc import Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -43,6 +44,12 @@ def wait(work: Work) -> None:
     """Waits for a collective, however the backend reports that it failed."""
     with _backend_errors():
         work.wait()
+
+
+def report_end(work: Work, report: Callable[[float], None]) -> None:
+    """Calls `report` with the time at which a collective ends, from a thread of the backend's."""
+    inner: Any = getattr(work, "work", work)
+    inner.get_future().add_done_callback(lambda _: report(time.perf_counter()))
 
 
 class Channel:
@@ -131,12 +138,12 @@ class Channels:
         # All ranks open theirs in one global order, so that no two wait for each other.
         for back, ranks in sorted(wanted | {("control", everyone)}):
             name = f"offbeat/{generation}/{back}/{'.'.join(map(str, ranks))}"
-            group = _open(backend, name, ranks, self.me, schedule.in_flight, timeout)
+            group = open_group(backend, name, ranks, self.me, schedule.in_flight, timeout)
             self.channels[(back, ranks)] = Channel(group, ranks, self.me)
         self.control = self.channels[("control", everyone)]
         self.direct: Channel | None = None
         if any(message.asynchronous for message in plan.messages) and len(everyone) > 1:
-            group = _open(backend, f"offbeat/{generation}/direct", everyone, self.me, schedule.in_flight, timeout)
+            group = open_group(backend, f"offbeat/{generation}/direct", everyone, self.me, schedule.in_flight, timeout)
             self.direct = self.channels[("direct", everyone)] = Channel(group, everyone, self.me)
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
@@ -166,7 +173,7 @@ def _wanted(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
             yield "back", task.ranks
 
 
-def _open(backend: str, name: str, ranks: tuple[int, ...], me: int, in_flight: int, timeout: timedelta) -> Any:
+def open_group(backend: str, name: str, ranks: tuple[int, ...], me: int, in_flight: int, timeout: timedelta) -> Any:
     store = dist.PrefixStore(name, _get_default_store())
     index, size = ranks.index(me), len(ranks)
     if backend == "nccl":

@@ -12,7 +12,8 @@ and `step()` (clipping, a gradient scaler) sees the averaged ones and moves the 
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -22,13 +23,15 @@ from offbeat.errors import StrategyError
 from offbeat.plan import Plan, Task
 from offbeat.runtime.absences import Absences
 from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
-from offbeat.runtime.channel import Channels
+from offbeat.runtime.channel import Channels, report_end
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
 from offbeat.runtime.parcels import Parcel, ShardedParcel, ValueParcel, box_slices
 from offbeat.runtime.row_parcels import SparseParcel, SparseServerParcel
 from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
+from offbeat.timeline import Kind
+from offbeat.timeline.observer import Observer
 
 log = logging.getLogger("offbeat")
 
@@ -106,6 +109,8 @@ class Engine:
         """What zero_grad() asked for parameters whose update is outstanding: 'none' or 'zero'."""
         self.own_access = False
         """The engine itself reads gradients now."""
+        self.observer: Observer | None = None
+        """Is told what the engine does and when; set by a recorder."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
 
@@ -258,8 +263,20 @@ class Engine:
             task = order[self.head]
             parcel = self.parcels[task.message]
             with explain(self.plan, parcel, task):
-                parcel.start(task)
+                self._start(parcel, task)
             self.head += 1
+
+    def _start(self, parcel: Parcel, task: Task) -> None:
+        parcel.start(task)
+        if self.observer is not None:
+            self._report(parcel, task, self.began + self.ready_seconds[task.message])
+
+    def _report(self, parcel: Parcel, task: Task, queued: float) -> None:
+        """Tells the observer of a collective, once the backend says that it has ended."""
+        work = parcel.works.get(task.index)
+        observer, issued, step = self.observer, time.perf_counter(), self.steps
+        if work is not None and observer is not None:
+            report_end(work, lambda at: observer.communication(step, task, queued, issued, at))
 
     def _end_backward(self) -> None:
         """Variables that got no gradient contribute nothing, so that the others' messages can go."""
@@ -273,7 +290,8 @@ class Engine:
         for hook in self.backward_hooks:
             hook()
         if self.mode == "barrier":
-            self.finish_gradients()
+            with self._observed("wait"):
+                self.finish_gradients()
 
     def finish_gradients(self) -> None:
         """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
@@ -374,7 +392,8 @@ class Engine:
             return
         self.steps += 1
         if self.mode == "barrier":
-            self.finish_gradients()
+            with self._observed("wait"):
+                self.finish_gradients()
         self.dropped = frozenset()
         if self.published:
             self._take_back_gradients()
@@ -404,7 +423,8 @@ class Engine:
 
     def _step_whole(self) -> None:
         """Everything is averaged and everybody applies it: the user's optimizer takes one ordinary step."""
-        self._step_without_sync()
+        with self._observed("optimizer"):
+            self._step_without_sync()
 
     def _step_without_sync(self) -> None:
         """step() without a synchronised backward before it: the user's optimizer decides what that means."""
@@ -425,8 +445,9 @@ class Engine:
                 continue
             parcel = self.parcels[task.message]
             with explain(self.plan, parcel, task):
-                for before in task.after:
-                    parcel.wait(before)
+                with self._observed("wait", task):
+                    for before in task.after:
+                        parcel.wait(before)
                 self._run_tail_task(parcel, task)
 
     def _prepare(self) -> None:
@@ -440,11 +461,15 @@ class Engine:
 
     def _run_tail_task(self, parcel: Parcel, task: Task) -> None:
         if task.kind == "update":
-            self._update_owned(parcel)
-        elif task.delivers:
-            parcel.start_return(task)  # type: ignore[attr-defined]
+            with self._observed("update", task):
+                self._update_owned(parcel)
         else:
-            parcel.start(task)
+            queued = time.perf_counter()
+            if task.delivers:
+                parcel.start_return(task)  # type: ignore[attr-defined]
+            else:
+                parcel.start(task)
+            self._report(parcel, task, queued)
 
     def _update_owned(self, parcel: Parcel) -> None:
         optimizer = self.owned.get(parcel.message.index)
@@ -507,15 +532,17 @@ class Engine:
             return
         component.settled = True
         self.unsettled -= 1
-        for parcel in component.parcels:
-            if not parcel.replicated:
-                with explain(self.plan, parcel):
-                    parcel.receive()  # type: ignore[attr-defined]
-            elif parcel.loaded:
-                self._finish(parcel)
+        with self._observed("wait", component):
+            for parcel in component.parcels:
+                if not parcel.replicated:
+                    with explain(self.plan, parcel):
+                        parcel.receive()  # type: ignore[attr-defined]
+                elif parcel.loaded:
+                    self._finish(parcel)
         if component.optimizer is not None:
             sparse = (p for p in component.parcels if isinstance(p, SparseParcel) and p.replicated)
-            self._apply(component.optimizer, {id(p.unit): p.unit_gradient() for p in sparse if p.unit is not None})
+            with self._observed("update", component):
+                self._apply(component.optimizer, {id(p.unit): p.unit_gradient() for p in sparse if p.unit is not None})
         for parameter in component.parameters():
             zeroing = self.zeroing.get(id(parameter))
             if zeroing is not None:
@@ -547,6 +574,20 @@ class Engine:
                     self.zeroing[id(parameter)] = "none" if set_to_none else "zero"
                 else:
                     _forget(parameter, set_to_none)
+
+    @contextmanager
+    def _observed(self, kind: Kind, what: Component | Task | None = None) -> Generator[None, None, None]:
+        """Tells the observer how long something took on this rank."""
+        if self.observer is None:
+            yield
+            return
+        begin = time.perf_counter()
+        yield
+        if isinstance(what, Component):
+            messages = tuple(parcel.message.index for parcel in what.parcels)
+        else:
+            messages = () if what is None else (what.message,)
+        self.observer.local(kind, messages, begin, time.perf_counter())
 
     # Modes
 

@@ -56,7 +56,7 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> float
         _synchronise(device)
         runs.append(time.perf_counter() - begin)
     best = torch.tensor([min(runs)], dtype=torch.float64, device=device)
-    return float(_largest(channel, best)[0])
+    return float(largest(channel, best)[0])
 
 
 class Retimer:
@@ -84,7 +84,7 @@ class Retimer:
         """Seconds after which each parcel was complete on the slowest rank, in the median of the steps seen."""
         median = torch.tensor(self.seen, dtype=torch.float64).median(dim=0).values.to(self.device)
         channel = self.engine.channels.control
-        return _largest(channel, median).tolist() if channel.size > 1 else median.tolist()
+        return largest(channel, median).tolist() if channel.size > 1 else median.tolist()
 
     def _drifted(self, ready: list[float]) -> bool:
         if not self.planned:
@@ -114,7 +114,7 @@ class Retimer:
         log.debug("offbeat rebuilt its issue order after step %d", engine.steps)
 
 
-def _largest(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
+def largest(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
     """The largest value over all ranks, bit for bit the same on each."""
     gathered = tensor.new_empty(channel.size * tensor.numel())
     wait(channel.all_gather(gathered, tensor))

@@ -1,0 +1,208 @@
+"""How well replay predicts the step time of real runs on an emulated cluster.
+
+    python benchmarks/replay_accuracy.py --json [--hosts 2|4] [--model vgg ...] [--speed slow ...]
+
+For each model, number of hosts and bandwidth the workers run every strategy in turn: steps without a recorder give the
+measured time, further steps with it the profile. Then
+  same      each profile is replayed and compared with the measured time of its own run;
+  cross     the profile of one run (the middle bandwidth, Offbeat's `overlap`) predicts all the others;
+  daydream  as `cross`, but every tensor takes its size over the bandwidth and nothing else;
+  unaligned as `same`, from traces whose clocks were set apart by up to 50 ms and not aligned again.
+With two hosts compute is real, with four it is paced, as in `step_time.py`. Errors are |predicted / measured - 1|.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from step_time import PACED_STEP_SECONDS, build, local_compute_seconds, machine, make_step, parameter_bytes, timed
+
+NETWORK_OVER_COMPUTE = {"slow": 1.6, "middle": 1.0, "fast": 0.5}
+STRATEGIES = ("ddp", "ddp 1MiB", "overlap", "wfbp", "ps_load_balanced")
+PROFILED = ("middle", "overlap")
+WARM_UP, TIMED, RECORDED = 10, 20, 14
+SKEW_SECONDS, DRIFT = 0.05, 50e-6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
+    parser.add_argument("--model", choices=("vgg", "resnet", "transformer"), action="append")
+    parser.add_argument("--speed", choices=NETWORK_OVER_COMPUTE, action="append")
+    parser.add_argument("--keep", type=Path, help="keep the traces in this folder")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(json.loads(options.worker))
+        return
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="offbeat-accuracy-"))
+    speeds = tuple(options.speed or NETWORK_OVER_COMPUTE)
+    rows = []
+    try:
+        for hosts in options.hosts or (2, 4):
+            for model in options.model or ("vgg", "resnet", "transformer"):
+                rows += evaluate(folder, hosts, model, speeds)
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    result = {"benchmark": "replay_accuracy", "machine": machine(), "summary": summary(rows), "rows": rows}
+    print(json.dumps(result["summary"], indent=1), file=sys.stderr)
+    if options.json:
+        print(json.dumps(result, indent=1))
+
+
+def evaluate(folder: Path, hosts: int, model: str, speeds: tuple[str, ...]) -> list[dict]:
+    """Runs everything for one model on so many hosts and predicts it."""
+    paced = hosts > 2
+    compute = PACED_STEP_SECONDS if paced else local_compute_seconds(model)
+    rows = []
+    for speed in speeds:
+        bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
+        rows += run(folder, hosts, model, speed, bandwidth, paced)
+    predict_same(folder, rows)
+    predict_cross(folder, rows)
+    for row in rows:
+        errors = "  ".join(f"{key} {row[key]:+.3f}" for key in ("same", "cross", "daydream", "unaligned") if key in row)
+        print(
+            f"{hosts} hosts {model:<12} {row['speed']:<7} {row['strategy']:<18} {row['measured_ms']:7.1f} ms  {errors}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+def run(folder: Path, hosts: int, model: str, speed: str, bandwidth: float, paced: bool) -> list[dict]:
+    from offbeat.emulate import Emulation
+
+    case = {"model": model, "paced": paced, "folder": str(folder / f"{model}-{hosts}-{speed}")}
+    with Emulation(hosts, bandwidth=bandwidth) as cluster:
+        results = cluster.run(
+            [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],
+            env={"OMP_NUM_THREADS": "1"},
+            timeout=580,
+        )
+        measured = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
+    return [
+        {
+            "hosts": hosts,
+            "model": model,
+            "speed": speed,
+            "bandwidth": bandwidth,
+            "strategy": strategy,
+            "folder": f"{case['folder']}/{strategy.replace(' ', '-')}",
+            **measured[strategy],
+        }
+        for strategy in STRATEGIES
+    ]
+
+
+def work(case: dict) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import offbeat
+    from offbeat.profile.recorder import Recorder
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured = {}
+    for strategy in STRATEGIES:
+        model, inputs = build(case["model"], case["paced"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        if strategy == "ddp":
+            model = DistributedDataParallel(model)
+        elif strategy == "ddp 1MiB":
+            model = DistributedDataParallel(model, bucket_cap_mb=1)
+        else:
+            model, optimizer = offbeat.distribute(model, optimizer, strategy=strategy)
+        step = make_step(model, optimizer, inputs)
+        timed(step, WARM_UP)
+        dist.barrier()
+        plain = timed(step, TIMED // 2)
+        with Recorder(Path(case["folder"]) / strategy.replace(" ", "-")) as recorder:
+            recorded = []
+            for _ in range(RECORDED):
+                recorded += timed(step, 1)
+                recorder.step()
+        plain += timed(step, TIMED // 2)
+        if hasattr(model, "flush"):
+            model.flush()
+        middle = statistics.median(plain)
+        measured[strategy] = {
+            "measured_ms": round(middle * 1e3, 3),
+            "recorder_overhead": round(statistics.median(recorded[2:]) / middle - 1, 4),
+        }
+        dist.barrier()
+    if dist.get_rank() == 0:
+        print(json.dumps(measured), flush=True)
+    dist.barrier()
+
+
+def predict_same(folder: Path, rows: list[dict]) -> None:
+    from offbeat.plan import lower
+    from offbeat.profile.measure import load_profile
+    from offbeat.simulate.predict import simulate
+
+    for row in rows:
+        profile = load_profile(row["folder"])
+        plan = lower(profile.graph, profile.cluster, profile.strategy)
+        predicted = simulate(plan, profile.costs, memory=False).iteration_time
+        row["same"] = round(predicted * 1e3 / row["measured_ms"] - 1, 4)
+        skewed = load_profile(skew(Path(row["folder"]), folder / "skewed"), aligned=False)
+        predicted = simulate(lower(skewed.graph, skewed.cluster, skewed.strategy), skewed.costs, memory=False)
+        row["unaligned"] = round(predicted.iteration_time * 1e3 / row["measured_ms"] - 1, 4)
+
+
+def skew(source: Path, target: Path) -> Path:
+    """A copy of a trace in which every rank but the first has a clock of its own."""
+    from offbeat.profile.traces import skewed_copy
+
+    shutil.rmtree(target, ignore_errors=True)
+    skewed_copy(source, target, lambda rank: (SKEW_SECONDS * (-1) ** rank * (rank > 0), DRIFT * (rank % 3 - 1)))
+    return target
+
+
+def predict_cross(folder: Path, rows: list[dict]) -> None:
+    from offbeat.cost.measured import daydream
+    from offbeat.plan import lower
+    from offbeat.profile.measure import load_profile
+    from offbeat.simulate.predict import simulate
+    from offbeat.strategy import build_strategy
+
+    source = next(row for row in rows if (row["speed"], row["strategy"]) == PROFILED)
+    profile = load_profile(source["folder"])
+    for row in rows:
+        if row is source:
+            continue
+        name, _, bucket = row["strategy"].partition(" ")
+        options = {"bucket": bucket, "first_bucket": bucket} if bucket else {}
+        strategy = build_strategy(name, profile.graph, profile.cluster, **options)
+        plan = lower(profile.graph, profile.cluster, strategy.model_copy(update={"cluster": "", "graph": ""}))
+        costs = profile.costs.scaled(bandwidth=row["bandwidth"] / source["bandwidth"])
+        predicted = simulate(plan, costs, memory=False).iteration_time
+        row["cross"] = round(predicted * 1e3 / row["measured_ms"] - 1, 4)
+        single = lower(profile.graph, profile.cluster, build_strategy("wfbp", profile.graph, profile.cluster))
+        naive = simulate(single, daydream(single, row["bandwidth"], profile.costs), memory=False).iteration_time
+        row["daydream"] = round(naive * 1e3 / row["measured_ms"] - 1, 4)
+
+
+def summary(rows: list[dict]) -> dict:
+    result: dict = {"runs": len(rows)}
+    for key in ("same", "cross", "daydream", "unaligned"):
+        errors = sorted(abs(row[key]) for row in rows if key in row)
+        if errors:
+            result[key] = {"median": statistics.median(errors), "worst": errors[-1], "predictions": len(errors)}
+    overhead = [row["recorder_overhead"] for row in rows]
+    result["recorder_overhead"] = {"median": statistics.median(overhead), "worst": max(overhead)}
+    return result
+
+
+if __name__ == "__main__":
+    main()

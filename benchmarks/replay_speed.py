@@ -1,0 +1,115 @@
+"""How fast graphs are replayed → JSON: tasks per second, and one step of BERT-base on 128 ranks in full detail.
+
+    python benchmarks/replay_speed.py --json
+
+`layered`: a million tasks in layers, each waiting for two random ones of the layer before, on 64 devices; first ready
+first served, and with priorities. `training`: eight workers with a link each, chains of compute that release ring
+all-reduces. `bert_base_128`: 206 gradients of random sizes, fused in 18 groups, every group a ring all-reduce over 128
+ranks in 128 chunks, 400 compute segments per rank; the time includes making the graph. Everything is warm: compiled and
+run once before. Best of the repeats, on one core; other processes on the machine make every number worse, so that the
+processor's time stands beside the wall's.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from offbeat.simulate import TaskGraph, replay
+from offbeat.simulate.collectives import GraphBuilder, Links, ring_all_reduce
+
+TASKS = 1_000_000
+MESSAGES = 206
+BERT_GRADIENT_BYTES = 110_000_000 * 4
+
+
+def layered(width: int, devices: int, prioritised: bool) -> TaskGraph:
+    rng = np.random.default_rng(0)
+    after = np.repeat(np.arange(width, TASKS), 2)
+    before = (after // width - 1) * width + rng.integers(0, width, len(after))
+    return TaskGraph.from_arrays(
+        rng.uniform(1e-4, 1e-3, TASKS),
+        rng.integers(0, devices, TASKS),
+        np.stack([before, after], axis=1),
+        rng.integers(0, 100, TASKS) if prioritised else None,
+    )
+
+
+def training(ranks: int, steps: int, segments: int, groups: int, gradient_bytes: float) -> TaskGraph:
+    """Each rank's compute is a chain; the backward half releases the groups evenly, and the next step waits for all."""
+    rng = np.random.default_rng(0)
+    builder = GraphBuilder()
+    links = Links.make(np.arange(ranks) + ranks, 8 / 100e9, 5e-6)
+    gradients = np.array_split(rng.dirichlet(np.ones(MESSAGES)) * gradient_bytes, groups)
+    share = [float(group.sum()) for group in gradients]
+    releases = np.linspace(segments // 2, segments - 1, groups).astype(int)
+    arrived: list[np.ndarray] = []
+    for _ in range(steps):
+        seconds = rng.uniform(0.8, 1.2, segments)[:, None] * rng.uniform(0.98, 1.02, (segments, ranks)) * 5e-4
+        compute = builder.add(seconds, np.arange(ranks))
+        builder.connect(compute[:-1], compute[1:])
+        for done in arrived:
+            builder.connect(done, compute[0])
+        arrived = [
+            ring_all_reduce(builder, links, size, compute[segment])
+            for size, segment in zip(share, releases, strict=True)
+        ]
+    return builder.build()[0]
+
+
+def best(work: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Wall and processor seconds of the fastest run, after one to warm up."""
+    work()
+    runs = []
+    for _ in range(repeats):
+        wall, processor = time.perf_counter(), time.process_time()
+        work()
+        runs.append((time.perf_counter() - wall, time.process_time() - processor))
+    return {"wall_seconds": min(run[0] for run in runs), "processor_seconds": min(run[1] for run in runs)}
+
+
+def replayed(graph: TaskGraph, repeats: int) -> dict[str, float]:
+    seconds = best(lambda: replay(graph), repeats)
+    rates = {f"tasks_per_{name}": len(graph) / value for name, value in seconds.items()}
+    return {"tasks": len(graph), "edges": graph.edge_count, **seconds, **rates}
+
+
+def bert_base_128(repeats: int) -> dict[str, float]:
+    result: dict[str, float] = {}
+
+    def work() -> None:
+        begin = time.perf_counter()
+        graph = training(ranks=128, steps=1, segments=400, groups=18, gradient_bytes=BERT_GRADIENT_BYTES)
+        expanded = time.perf_counter()
+        step = replay(graph).iteration_time
+        result.update(tasks=len(graph), edges=graph.edge_count, predicted_step_seconds=step)
+        result.update(expansion_seconds=expanded - begin, replay_seconds=time.perf_counter() - expanded)
+
+    return best(work, repeats) | result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object (the only format)")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    replay(TaskGraph.from_arrays([1.0], [0], np.empty((0, 2), int)))
+    result = {
+        "benchmark": "replay_speed",
+        "machine": platform.processor() or platform.machine(),
+        "first_call_seconds": time.perf_counter() - begin,
+        "layered": replayed(layered(1000, 64, prioritised=False), options.repeats),
+        "layered_priorities": replayed(layered(1000, 64, prioritised=True), options.repeats),
+        "training": replayed(training(8, 200, 400, 16, 1e8), options.repeats),
+        "bert_base_128": bert_base_128(min(3, options.repeats)),
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

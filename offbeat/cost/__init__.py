@@ -1,0 +1,1 @@
+"""Task → seconds; plan → bytes."""

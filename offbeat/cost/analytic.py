@@ -1,0 +1,192 @@
+"""Plan → seconds and features, by AutoSync's predefined model (its supplement, sections 1 to 3).
+
+    T = max(T_comp, T_sync)                                                       (Eq. 1)  `predict`
+    T_PS(v) = Σ_k I_d(j,k) r_k c(m)/b_jk  +  φ Σ_k I_d(j,k) r_k  +  δ             (Eq. 2)  `_server_features`
+    T_CC(v) = (I1 2(w−1)/w + I2 (w−1)/w + I3) c(m)/b_m  +  w φ  +  δ              (Eq. 3)  `_collective_features`
+    z = max over v of z_v ⊕ mean over v of z_v, for PS and CC apart                        `features`
+
+j is the server's machine, k the workers' machines with r_k replicas each (1 where they reduce among themselves first),
+I_d whether they differ; b_m is the slowest hop of the ring. z_v = [network transfer, coefficient of φ, coefficient of
+δ]. A variable here is what travels as one: a message of the plan. Eq. 2 is taken once up, with the gradient's bytes,
+and once back, with the parameters'; servers work at the same time, so the busiest one counts, while collectives follow
+one another. An all-gather's c(m) is what all ranks put in together, so that Eq. 3 agrees with `Task.link_bytes`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.tables import closed_form
+from offbeat.errors import OffbeatError
+from offbeat.plan.model import Message, Plan, Task
+from offbeat.strategy.model import SERVERS
+
+FEATURE_NAMES = tuple(
+    f"{family}.{statistic}.{part}"
+    for family in ("ps", "cc")
+    for statistic in ("max", "mean")
+    for part in ("transfer_seconds", "network_overheads", "kernel_latencies")
+)
+"""Names of the entries of `features`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What the model multiplies its counts with."""
+
+    phi_seconds: float = 50e-6
+    """φ, the network overhead of one participant: by default the latency of ordinary Ethernet."""
+    delta_seconds: float = 20e-6
+    """δ, launch and copy of one message: by default that of a few GPU kernels."""
+    transfer_scale: float = 1.0
+    """Measured over nominal transfer time: above 1 where links do not reach their bandwidth."""
+    relative_error: float = 0.0
+    """Median of |fitted − measured| / measured, where they were fitted."""
+
+    def __post_init__(self) -> None:
+        for name in ("phi_seconds", "delta_seconds", "transfer_scale"):
+            value = getattr(self, name)
+            if not 0 <= value < np.inf:
+                raise OffbeatError(f"coefficients: {name} must be a number of at least 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFeatures:
+    """z of one message."""
+
+    message: int
+    server: int | None
+    """Rank that owns it; None for collectives."""
+    transfer_seconds: float
+    network_overheads: float
+    """How often φ is paid."""
+    kernel_latencies: float
+    """How often δ is paid."""
+
+    def seconds(self, coefficients: Coefficients) -> float:
+        return (
+            coefficients.transfer_scale * self.transfer_seconds
+            + coefficients.phi_seconds * self.network_overheads
+            + coefficients.delta_seconds * self.kernel_latencies
+        )
+
+    @property
+    def vector(self) -> tuple[float, float, float]:
+        return self.transfer_seconds, self.network_overheads, self.kernel_latencies
+
+
+def predict(plan: Plan, coefficients: Coefficients | None = None) -> float:
+    """Seconds of one step: the longer of computing and synchronising (Eq. 1)."""
+    return max(compute_seconds(plan), sync_seconds(plan, coefficients))
+
+
+def compute_seconds(plan: Plan) -> float:
+    """T_comp: all segments one after another, on the slowest device that holds a replica."""
+    nodes = {plan.cluster.node_of(rank): plan.cluster.device_of(rank) for rank in plan.replicas}
+    return max(
+        sum(segment.estimate(node.peak_flops, node.memory_bandwidth) for segment in plan.segments)
+        for node in nodes.values()
+    )
+
+
+def sync_seconds(plan: Plan, coefficients: Coefficients | None = None) -> float:
+    """T_sync: the collectives one after another, then the busiest server."""
+    coefficients = coefficients or Coefficients()
+    collectives = 0.0
+    servers: dict[int, float] = {}
+    for entry in message_features(plan):
+        seconds = entry.seconds(coefficients)
+        if entry.server is None:
+            collectives += seconds
+        else:
+            servers[entry.server] = servers.get(entry.server, 0.0) + seconds
+    return collectives + max(servers.values(), default=0.0)
+
+
+def features(plan: Plan) -> NDArray[np.float64]:
+    """z^PS ⊕ z^CC, named by `FEATURE_NAMES`; zeros for a family that the plan does not use."""
+    entries = message_features(plan)
+    vector: list[float] = []
+    for served in (True, False):
+        family = np.array([e.vector for e in entries if (e.server is not None) == served], dtype=np.float64)
+        family = family.reshape(-1, 3) if len(family) else np.zeros((1, 3))
+        vector += [*family.max(axis=0), *family.mean(axis=0)]
+    return np.array(vector)
+
+
+def message_features(plan: Plan) -> list[MessageFeatures]:
+    """z of every message, in the order of their indices."""
+    tasks: dict[int, list[Task]] = {}
+    for task in plan.communication:
+        tasks.setdefault(task.message, []).append(task)
+    return [
+        _server_features(message, plan)
+        if message.synchronizer in SERVERS
+        else _collective_features(message, tasks.get(message.index, []), plan.cluster)
+        for message in plan.messages
+    ]
+
+
+def _server_features(message: Message, plan: Plan) -> MessageFeatures:
+    """Eq. 2, up and back."""
+    owner = message.owner
+    assert owner is not None
+    cluster = plan.cluster
+    reduced_first = {cluster.node_of(rank) for rank in message.stations}
+    first_of: dict[int, int] = {}
+    replicas: Counter[int] = Counter()
+    for rank in plan.replicas:
+        node = cluster.node_of(rank)
+        first_of.setdefault(node, rank)
+        replicas[node] += 1
+    transfer, overheads = 0.0, 0
+    for node, rank in first_of.items():
+        if node != cluster.node_of(owner):
+            senders = 1 if node in reduced_first else replicas[node]
+            transfer += senders * (message.gradient_bytes + message.parameter_bytes) / cluster.bandwidth(owner, rank)
+            overheads += 2 * senders
+    return MessageFeatures(message.index, owner, transfer, float(overheads), 2.0)
+
+
+def _collective_features(message: Message, tasks: Iterable[Task], cluster: ClusterSpec) -> MessageFeatures:
+    """Eq. 3, for each collective that carries a part of the message."""
+    transfer, overheads, latencies = 0.0, 0, 0
+    for task in tasks:
+        if len(task.ranks) > 1:
+            transfer += task.link_bytes / cluster.ring_bandwidth(task.ranks)
+            overheads += len(task.ranks)
+            latencies += 1
+    return MessageFeatures(message.index, None, transfer, float(overheads), float(latencies))
+
+
+def fit_coefficients(cluster: ClusterSpec) -> Coefficients:
+    """φ, δ and the transfer scale that fit the cluster's measured tables best, by least squares on relative errors.
+
+    Tables of one group size cannot tell φ from δ: φ then stands for both.
+    """
+    rows: list[tuple[float, float, float]] = []
+    times: list[float] = []
+    for table in cluster.tables:
+        group = table.groups[0]
+        if len(table.groups) > 1 or len(group) < 2 or table.collective in ("send", "all_to_all"):
+            continue
+        per_byte = closed_form(table.collective, group, cluster).seconds_per_byte
+        for size, seconds in zip(table.sizes_bytes, table.seconds, strict=True):
+            if seconds > 0:
+                rows.append((per_byte * size, float(len(group)), 1.0))
+                times.append(seconds)
+    if not rows:
+        raise OffbeatError(f"cluster {cluster.name!r} has no tables of collectives to fit φ and δ to")
+    design = np.array(rows) / np.array(times)[:, None]
+    if len({row[1] for row in rows}) == 1:
+        design = design[:, :2]
+    scale = np.linalg.norm(design, axis=0)
+    solution = nnls(design / scale, np.ones(len(times)))[0] / scale
+    error = float(np.median(np.abs(design @ solution - 1.0)))
+    transfer_scale, phi, delta = (*solution.tolist(), 0.0)[:3]
+    return Coefficients(phi, delta, transfer_scale, error)

@@ -1,0 +1,395 @@
+"""Plan + rank → MemoryEstimate: the bytes of each kind of tensor at the moment the rank holds most.
+
+The estimate replays the operators in the order of the plan's segments, as dPRO estimates peak memory from its dataflow
+graph (section 5, table 3). A result is allocated when its operator runs and freed after its last reader; of a forward
+result only what backward reads stays (`Operator.activation_bytes`) once forward has done with it. Views share their
+source's memory. Recomputed modules run again before their backward, and micro-batches hold a share of the batch each.
+
+What does not come and go with operators is added beside: weights, the optimizer's slots (on the ranks that apply the
+update), the batch, and the buffers of Offbeat's runtime. Gradients are allocated as backward makes them; Offbeat's
+runtime copies them into flat buffers that persist, torch's own loop keeps them until `zero_grad()`.
+
+Not counted: the process itself, the CUDA context, the allocator's fragmentation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator, Variable
+from offbeat.plan.model import Message, Plan
+
+Runtime = Literal["offbeat", "torch"]
+
+SCALAR_BYTES = 4
+"""The step counter that Adam and its kin keep for each variable."""
+COUNTING = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Adagrad", "Rprop", "RMSprop", "Adadelta")
+SINGLE_TEMPORARIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 2, "Adadelta": 2}
+"""Tensors of a variable's size that torch's single-tensor update holds at once (its default on CPUs): the square root
+and its quotient, for Adam."""
+FOREACH_TEMPORARIES = {"Adam": 1, "AdamW": 1, "NAdam": 1, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2}
+"""The same for the foreach update (its default on GPUs), which holds them for all variables at once."""
+BLAS_WORKSPACE_BYTES = 8 * 2**20 + 128 * 2**10
+"""cuBLAS's workspace on GPUs (CUBLAS_WORKSPACE_CONFIG :4096:2:16:8), one for each handle and stream."""
+HOPPER_WORKSPACE_BYTES = 32 * 2**20
+HOPPER = ("H100", "H200", "GH200")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on one rank at the moment of its peak, by what holds them."""
+
+    weights: int
+    """Variables, frozen parameters and buffers, and copies of them that the runtime sends from."""
+    gradients: int
+    """Gradients that autograd made, and the flat buffers they travel in."""
+    optimizer_state: int
+    activations: int
+    """Results of operators: kept for backward, or passed on to the next operator."""
+    communication: int
+    """Encoded payloads, what other ranks sent, residuals, messages that are still under way."""
+    inputs: int
+    """The whole batch, data and labels."""
+    workspace: int
+    """Temporary tensors of the optimizer's step, and the libraries' workspaces."""
+    peak_at: str = ""
+    """The operator that runs at the peak; 'optimizer' for the optimizer's step."""
+
+    @property
+    def total(self) -> int:
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer_state
+            + self.activations
+            + self.communication
+            + self.inputs
+            + self.workspace
+        )
+
+
+def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offbeat") -> MemoryEstimate:
+    """What `rank` holds at its peak, from the second step on (when the optimizer's state exists).
+
+    `rank` may be left out of a plan for one rank. `runtime="torch"` is a plain training loop on one device, with
+    `zero_grad(set_to_none=True)`.
+    """
+    rank = _checked_rank(plan, rank)
+    standing = _Standing.of(plan, rank, runtime)
+    replayed = _replay(plan, runtime)
+    totals = replayed.activations + replayed.gradients
+    peak = int(np.argmax(totals)) if len(totals) else 0
+    at_step = standing.gradients_at_step + standing.temporaries + standing.communication_at_step
+    at_peak = (int(totals[peak]) if len(totals) else 0) + standing.communication
+    common = {"weights": standing.weights, "optimizer_state": standing.state, "inputs": standing.inputs}
+    if at_step >= at_peak:
+        return MemoryEstimate(
+            **common,
+            gradients=standing.gradients + standing.gradients_at_step,
+            activations=0,
+            communication=standing.communication_at_step,
+            workspace=standing.workspace + standing.temporaries,
+            peak_at="optimizer",
+        )
+    return MemoryEstimate(
+        **common,
+        gradients=standing.gradients + int(replayed.gradients[peak]),
+        activations=int(replayed.activations[peak]),
+        communication=standing.communication,
+        workspace=standing.workspace,
+        peak_at=replayed.names[peak],
+    )
+
+
+def peak_memories(plan: Plan, *, runtime: Runtime = "offbeat") -> dict[int, MemoryEstimate]:
+    """The estimate of every replica, by rank."""
+    return {rank: peak_memory(plan, rank, runtime=runtime) for rank in plan.replicas}
+
+
+def _checked_rank(plan: Plan, rank: int | None) -> int:
+    if rank is None:
+        rank = plan.rank if plan.rank is not None else plan.replicas[0]
+    if rank not in plan.replicas:
+        raise OffbeatError(f"memory: rank {rank} holds no replica; the replicas are on ranks {list(plan.replicas)}")
+    return rank
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is allocated whichever operator runs, in bytes."""
+
+    weights: int = 0
+    gradients: int = 0
+    state: int = 0
+    inputs: int = 0
+    communication: int = 0
+    workspace: int = 0
+    gradients_at_step: int = 0
+    """Gradients beside the flat buffers while the optimizer's step runs."""
+    communication_at_step: int = 0
+    temporaries: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, runtime: Runtime) -> "_Standing":
+        graph = plan.graph
+        held = cls(
+            weights=sum(v.bytes for v in graph.variables) + sum(c.bytes for c in graph.constants),
+            inputs=sum(tensor.bytes for tensor in graph.inputs),
+            workspace=_library_workspace(plan.cluster.device_of(rank).device),
+        )
+        if runtime == "torch":
+            held.gradients_at_step = sum(gradient_bytes(variable) for variable in graph.gradient_order)
+            held._add_updates(graph.gradient_order, plan, rank)
+            return held
+        if len(plan.replicas) > 1:
+            held.communication += sum(c.bytes for c in graph.constants if c.kind == "buffer")
+        held.communication_at_step = held.communication
+        for message in plan.messages:
+            held._add_message(message, plan, rank)
+        return held
+
+    def _add_message(self, message: Message, plan: Plan, rank: int) -> None:
+        graph, ranks = plan.graph, len(plan.replicas)
+        variables = [graph.variable(name) for name in message.variables]
+        if message.synchronizer in ("sparse_all_gather", "sparse_parameter_server"):
+            received = message.gradient_bytes * (ranks if rank == message.owner or message.owner is None else 1)
+            self.gradients_at_step += sum(map(gradient_bytes, variables))
+            self.communication_at_step += received + message.parameter_bytes
+        else:
+            self.gradients += message.bytes
+            parts = sum(p.elements for p in message.pieces if p.shape != graph.variable(p.variable).shape)
+            # A part of a variable cannot be a view of the whole variable's gradient or value.
+            self.gradients_at_step += parts * ITEM_BYTES[message.dtype]
+            if message.synchronizer in ("parameter_server", "sharded"):
+                self.weights += parts * ITEM_BYTES[message.dtype]
+            persistent, at_step = _message_buffers(message, ranks)
+            self.communication += persistent
+            self.communication_at_step += persistent + at_step
+        if plan.strategy.accumulation > 1:
+            self.gradients_at_step += message.bytes
+        share = 1.0
+        if message.owner is not None:
+            share = float(rank == message.owner)
+        elif message.synchronizer == "sharded":
+            share = 1.0 / ranks
+        if share:
+            self._add_updates(variables, plan, rank, share, message)
+
+    def _add_updates(
+        self, variables: Sequence[Variable], plan: Plan, rank: int, share: float = 1.0, message: Message | None = None
+    ) -> None:
+        """State of the variables this rank updates, and the temporaries of the largest update done at once."""
+        optimizer = plan.graph.optimizer
+        sizes = [_bytes_in(variable, message) for variable in variables]
+        updated = int(sum(sizes) * share)
+        counters = SCALAR_BYTES * len(variables) if optimizer in COUNTING else 0
+        self.state += plan.graph.optimizer_slots * updated + counters
+        if plan.cluster.device_of(rank).device == "cpu":
+            # A rank's part of a message may hold the largest variable whole.
+            largest = min(max(sizes, default=0), updated)
+            self.temporaries = max(self.temporaries, SINGLE_TEMPORARIES.get(optimizer, 0) * largest)
+            return
+        temporaries = FOREACH_TEMPORARIES.get(optimizer, 0) * updated
+        # With a barrier one step updates all messages; deferred updates come one message at a time.
+        together = plan.mode == "barrier"
+        self.temporaries = self.temporaries + temporaries if together else max(self.temporaries, temporaries)
+
+
+def gradient_bytes(variable: Variable) -> int:
+    """Bytes of the gradient that autograd makes: as many as the variable, or a sparse one's rows and their numbers."""
+    if not variable.sparse:
+        return variable.bytes
+    return variable.updated_elements * ITEM_BYTES[variable.dtype] + variable.sparse_rows * ITEM_BYTES["int64"]
+
+
+def _bytes_in(variable: Variable, message: Message | None) -> int:
+    """Bytes of a variable's part in a message."""
+    if message is None:
+        return variable.bytes
+    elements = sum(piece.elements for piece in message.pieces if piece.variable == variable.name)
+    return elements * ITEM_BYTES[variable.dtype]
+
+
+def _message_buffers(message: Message, ranks: int) -> tuple[int, int]:
+    """(bytes that persist, bytes while the message is under way) beside its flat buffer."""
+    persistent = message.bytes if message.encoder.feedback else 0
+    persistent += message.bytes * (message.staleness + 1 if message.staleness else 0)
+    under_way = 0
+    if message.synchronizer == "factor_broadcast":
+        under_way = message.gradient_bytes * (ranks + 1)
+    elif message.synchronizer == "sharded":
+        # Its own part of the gradient, as it came and as it is applied; then the parameters of all.
+        persistent += (message.bytes + message.gradient_bytes) // ranks
+        under_way = message.bytes + message.bytes // ranks if ranks > 1 else 0
+        under_way += message.gradient_bytes if message.encoder.name != "none" else 0
+    elif message.encoder.name != "none":
+        under_way = message.gradient_bytes * (1 + ranks if message.encoder.gathered else 1)
+    return persistent, under_way
+
+
+def _library_workspace(device: str) -> int:
+    if device == "cpu":
+        return 0
+    return HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
+
+
+@dataclass(slots=True)
+class _Replayed:
+    """Bytes held while each operator of the last micro-batch runs."""
+
+    names: list[str]
+    activations: NDArray[np.int64]
+    gradients: NDArray[np.int64]
+    """Beside the flat buffers of Offbeat's runtime."""
+
+
+@dataclass(slots=True)
+class _Result:
+    """The memory that one run of an operator allocates."""
+
+    operator: Operator
+    made: int
+    """Position in the order of execution."""
+    read_whole: int
+    """Position of the last reader that may read all of it."""
+    kept_until: int
+    """Position of the last backward operator that reads what forward keeps."""
+    sources: tuple["_Result", ...] = ()
+    """What its operator reads."""
+    summed_into: "_Result | None" = None
+    """The memory it may take over, if it is the sum of two gradients."""
+    gradients: list[Variable] = field(default_factory=list)
+    """The variables whose gradient is (a part of) it."""
+    of_weights: bool = False
+    """It is shaped like a weight, so a smaller batch does not shrink it."""
+
+
+def _replay(plan: Plan, runtime: Runtime) -> _Replayed:
+    order = _execution_order(plan)
+    results = _results(order)
+    _assign_gradients(plan.graph, order, results)
+    count = plan.strategy.accumulation
+    length = len(order)
+    activations, gradients = np.zeros(length + 1, np.int64), np.zeros(length + 1, np.int64)
+    kept_until = _gradient_ends(plan, results, length, runtime)
+    for result in {id(result): result for result in results.values()}.values():
+        share = 1 if result.of_weights or _is_cast_weight(result.operator) else count
+        # A sum that takes over the memory of its first term allocates nothing until that is free.
+        in_place = result.summed_into is not None and result.summed_into.kept_until == result.made
+        made = result.made + in_place
+        size = sum(tensor.bytes for tensor in result.operator.outputs)
+        owned = 0
+        for variable in result.gradients:
+            # The last micro-batch's gradient is added to the sum of the others at once.
+            end = kept_until[variable.name] if count == 1 else result.made
+            _hold(gradients, made, end, gradient_bytes(variable))
+            owned += variable.bytes
+        passed_on = max(0, size - owned) // share
+        _hold(activations, made, result.read_whole, passed_on)
+        if result.kept_until > result.read_whole:
+            kept = passed_on if result.operator.phase == "backward" else result.operator.activation_bytes // share
+            _hold(activations, result.read_whole + 1, result.kept_until, kept)
+    if count > 1:
+        _hold_sums(gradients, plan, kept_until, runtime)
+    names = [operator.name for operator, _ in order]
+    return _Replayed(names, np.cumsum(activations)[:length], np.cumsum(gradients)[:length])
+
+
+def _hold(changes: NDArray[np.int64], first: int, last: int, size: int) -> None:
+    changes[first] += size
+    changes[last + 1] -= size
+
+
+def _hold_sums(changes: NDArray[np.int64], plan: Plan, kept_until: dict[str, int], runtime: Runtime) -> None:
+    """The sum of the earlier micro-batches' gradients; Offbeat also holds its scaled copy until that is sent."""
+    for variable in plan.graph.gradient_order:
+        changes[0] += gradient_bytes(variable)
+        if runtime == "offbeat":
+            _hold(changes, 0, kept_until[variable.name], gradient_bytes(variable))
+
+
+def _execution_order(plan: Plan) -> list[tuple[Operator, bool]]:
+    """The operators of one micro-batch as they run, each with whether it runs as a part of forward."""
+    return [
+        (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
+        for segment in plan.segments
+        if segment.microbatch == 0
+        for name in segment.operators
+    ]
+
+
+def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
+    """What each position's operator leaves: memory of its own, or that of the result it is a view of.
+
+    An operator that runs again leaves a new result, which is the one that later readers read.
+    """
+    latest: dict[str, _Result | None] = {}
+    views = {operator.name for operator, _ in order if operator.kind == "view"}
+    results: dict[int, _Result] = {}
+    for position, (operator, forward) in enumerate(order):
+        sources = tuple(source for name in operator.inputs if (source := latest.get(name)) is not None)
+        for source in sources:
+            if forward or source.operator.phase == "backward":
+                source.read_whole = position
+            source.kept_until = position
+        if operator.kind == "view":
+            viewed = sources[0] if sources else None
+        else:
+            into = _summed_into(operator, latest, views)
+            viewed = _Result(operator, position, position, position, sources, into)
+        latest[operator.name] = viewed
+        if viewed is not None:
+            results[position] = viewed
+    return results
+
+
+def _assign_gradients(graph: ModelGraph, order: list[tuple[Operator, bool]], results: dict[int, _Result]) -> None:
+    position = {operator.name: place for place, (operator, _) in enumerate(order)}
+    for variable in graph.gradient_order:
+        result = results.get(position.get(variable.gradient_from or "", -1))
+        if result is not None and result.operator.phase == "backward":
+            result.gradients.append(variable)
+            _mark_terms(result)
+
+
+def _mark_terms(gradient: _Result) -> None:
+    """The terms of a sum that is a gradient (tied weights), and what it was cast from, are shaped like the weight."""
+    waiting = [gradient]
+    while waiting:
+        result = waiting.pop()
+        if result.operator.target.startswith(("aten.add.", "aten._to_copy.")):
+            for source in result.sources:
+                source.of_weights = True
+                waiting.append(source)
+
+
+def _gradient_ends(plan: Plan, results: dict[int, _Result], length: int, runtime: Runtime) -> dict[str, int]:
+    """Position up to which autograd's own gradient of each variable is held."""
+    made = {v.name: result.made for result in results.values() for v in result.gradients}
+    if runtime == "torch":
+        return dict.fromkeys(made, length - 1)
+    ends: dict[str, int] = {}
+    for message in plan.messages:
+        loaded = max((made.get(name, 0) for name in message.variables), default=0)
+        sparse = message.synchronizer in ("sparse_all_gather", "sparse_parameter_server")
+        for piece in message.pieces:
+            whole = piece.shape == plan.graph.variable(piece.variable).shape and not sparse
+            ends[piece.variable] = max(ends.get(piece.variable, 0), loaded if whole else length - 1)
+    return ends
+
+
+def _is_cast_weight(operator: Operator) -> bool:
+    """Autocast's copy of a weight, which has no batch dimension."""
+    return operator.target.startswith("aten._to_copy") and bool(operator.variables) and not operator.inputs
+
+
+def _summed_into(operator: Operator, latest: dict[str, "_Result | None"], views: set[str]) -> "_Result | None":
+    """What autograd may add a second gradient into: the first one, unless that is a view of something else."""
+    if operator.phase != "backward" or operator.target != "aten.add.Tensor" or len(operator.inputs) < 2:
+        return None
+    first = operator.inputs[0]
+    return None if first in views else latest.get(first)

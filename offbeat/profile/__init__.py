@@ -1,0 +1,1 @@
+"""A running job → aligned Timeline and cost fits."""

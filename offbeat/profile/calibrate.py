@@ -1,0 +1,132 @@
+"""A job's ranks → what each collective costs among them: tables for the cluster file, fits for the replay.
+
+Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
+a row only what keeps the next one from the link (`offbeat.cost.measured`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+
+from offbeat import files
+from offbeat.cost.link import fit_linear
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.runtime.channel import Channel, Work, open_group, wait
+from offbeat.runtime.retime import largest
+
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
+SIZES = tuple(2**power for power in (12, 14, 16, 18, 19, 20, 21, 22))
+IN_A_ROW = 12
+LEFT_OUT = 4
+REPEATS = 3
+LONGEST_SECONDS = 0.2
+"""Sizes whose row would take longer are left out."""
+
+Sample = tuple[int, float, float]
+"""Bytes that each rank puts in, seconds of one collective alone, seconds that each of a row took."""
+_round = 0
+
+
+def calibrate_job(folder: str | PathLike[str]) -> Costs:
+    """Measures all collectives of the running job; rank 0 writes `calibration.json`. Every rank must call it."""
+    global _round  # noqa: PLW0603 - groups opened again need names of their own
+    _round += 1
+    ranks = tuple(range(dist.get_world_size()))
+    backend = dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    me = dist.get_rank()
+    group = open_group(backend, f"offbeat/calibrate/{_round}", ranks, me, 2, timedelta(minutes=5))
+    channel = Channel(group, ranks, me)
+    try:
+        samples = {kind: measure(channel, kind, device) for kind in KINDS}
+    finally:
+        channel.close()
+    costs = Costs(collectives={(kind, len(ranks)): fit(found) for kind, found in samples.items()})
+    if me == 0:
+        content = {"costs": costs.to_dict(), "samples": samples}
+        files.write_atomic(
+            Path(folder) / "calibration.json", orjson.dumps(content, option=orjson.OPT_INDENT_2), "calibration"
+        )
+    return costs
+
+
+def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
+    """Samples of one collective, the slowest rank's; the same on every rank."""
+    samples: list[Sample] = []
+    for size in sizes:
+        starts = [starter(channel, kind, size, device) for _ in range(IN_A_ROW)]
+        alone, each = [], []
+        for _ in range(REPEATS):
+            _meet(channel, device)
+            alone.append(_ends(starts[:1], device)[0])
+            _meet(channel, device)
+            ends = _ends(starts, device)
+            # Buffers along the way swallow the first ones, which says nothing of a busy link.
+            each.append((ends[-1] - ends[LEFT_OUT - 1]) / (IN_A_ROW - LEFT_OUT))
+        pair = torch.tensor([median(alone), median(each)], dtype=torch.float64, device=device)
+        one, rest = largest(channel, pair).tolist()
+        samples.append((size, one, rest))
+        if rest * IN_A_ROW > LONGEST_SECONDS and len(samples) > 3:
+            break
+    return samples
+
+
+def fit(samples: Sequence[Sample]) -> CollectiveFit:
+    """Overhead and seconds per byte from the rows, latency from what one alone takes longer."""
+    sizes = [size for size, _, _ in samples]
+    line = fit_linear(sizes, [max(each, 1e-7) for _, _, each in samples])
+    latency = float(np.median([max(0.0, one - each) for _, one, each in samples]))
+    return CollectiveFit(line.latency_seconds, latency, line.seconds_per_byte)
+
+
+def starter(channel: Channel, kind: str, size: int, device: torch.device) -> Callable[[], Work]:
+    """A function that starts one collective on tensors of its own."""
+    elements = max(channel.size, size // 4 // channel.size * channel.size)
+    tensor = torch.zeros(elements, device=device)
+    root = channel.ranks[0]
+    match kind:
+        case "all_reduce":
+            return lambda: channel.all_reduce(tensor)
+        case "reduce":
+            return lambda: channel.reduce(tensor, root)
+        case "broadcast":
+            return lambda: channel.broadcast(tensor, root)
+        case "all_gather":
+            gathered = torch.zeros(elements * channel.size, device=device)
+            return lambda: channel.all_gather(gathered, tensor)
+        case "reduce_scatter":
+            part = torch.zeros(elements // channel.size, device=device)
+            return lambda: channel.reduce_scatter(part, tensor)
+        case _:
+            outputs = [torch.zeros_like(tensor) for _ in channel.ranks] if channel.index == 0 else []
+            return lambda: channel.gather(outputs, tensor, root)
+
+
+def _meet(channel: Channel, device: torch.device) -> None:
+    wait(channel.all_reduce(torch.zeros(1, device=device)))
+    _synchronise(device)
+
+
+def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
+    """Seconds after which each of some collectives, all issued at once, had ended."""
+    begin = time.perf_counter()
+    works = [start() for start in starts]
+    ends = []
+    for work in works:
+        wait(work)
+        _synchronise(device)
+        ends.append(time.perf_counter() - begin)
+    return ends
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

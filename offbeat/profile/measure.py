@@ -1,0 +1,294 @@
+"""Recorded traces → Profile: the graph with measured times, the strategy that ran, and what communication cost.
+
+Compute is what lies between the events that communication cares about: a module that reads variables begins, a
+gradient is complete. Time in which a rank waited for messages or applied updates is taken out. Medians over steps,
+then over ranks; a rank that is slower than the others keeps its factor (`Costs.compute_scale`).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from offbeat import files
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.graph.model import Operator, Variable, update_operators
+from offbeat.profile.traces import RankTrace, Step, align, backward_spans, forward_spans, read_traces, to_timeline
+from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
+from offbeat.timeline import Timeline
+
+WARM_UP_STEPS = 3
+MOST_CORRECTED = 2.0
+"""By which factor a job's own collectives may correct what was calibrated."""
+STRAGGLER = 0.03
+"""A rank counts as slower (or faster) than the others beyond this share."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recorded job, ready to be replayed."""
+
+    timeline: Timeline
+    graph: ModelGraph
+    cluster: ClusterSpec
+    strategy: Strategy
+    costs: Costs
+    job: str
+    notes: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median step, as measured."""
+        return self.timeline.iteration_time
+
+
+def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profile:
+    """Reads a folder that the recorder wrote; with `aligned` off every rank keeps its own clock."""
+    traces, notes = read_traces(folder)
+    steady = [replace(trace, steps=_steady(trace)) for trace in traces]
+    if aligned:
+        steady, alignment = align(steady)
+        notes += alignment.notes if alignment else ()
+    timeline = to_timeline(steady, notes)
+    graph = measured_graph(steady)
+    calibration = Path(folder) / "calibration.json"
+    costs = Costs()
+    if calibration.exists():
+        raw = files.read_json(calibration, "calibration")
+        costs = Costs.from_dict(raw.get("costs") if isinstance(raw, dict) else None, str(calibration))
+    strategy = _strategy(Path(folder), steady, graph)
+    per_call, per_byte = _update_costs(steady, graph)
+    costs = replace(
+        costs,
+        gap_seconds=_gap_seconds(steady),
+        compute_scale=_compute_scale(steady),
+        update_call_seconds=per_call,
+        update_seconds_per_byte=per_byte,
+    )
+    costs = replace(costs, collectives=_fit_collectives(steady, costs))
+    cluster = _cluster(Path(folder), steady)
+    if steady[0].world > 1 and not any(step.communication for trace in steady for step in trace.steps):
+        notes.append(f"{folder}: {steady[0].world} ranks, but no communication was seen in their traces")
+    return Profile(timeline, graph, cluster, strategy, costs, traces[0].job, tuple(notes))
+
+
+def _steady(trace: RankTrace) -> tuple[Step, ...]:
+    """The steps after the warm-up that made the calls most steps make."""
+    steps = trace.steps[WARM_UP_STEPS:] if len(trace.steps) > 2 * WARM_UP_STEPS else trace.steps
+    if not steps:
+        raise OffbeatError(f"{trace.path}: there is no complete step in this trace")
+    return steps
+
+
+def measured_graph(traces: list[RankTrace]) -> ModelGraph:
+    """One forward operator per call of a module with parameters, one backward operator per gradient."""
+    first = traces[0]
+    calls = _usual([tuple(module for module, _, _ in step.forward) for step in first.steps])
+    grads = _usual([tuple(parameter for parameter, _ in step.backward) for step in first.steps])
+    forward = _medians(traces, calls, lambda step: list(forward_spans(step)))
+    backward = _medians(traces, grads, lambda step: list(backward_spans(step)))
+    shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
+    first_call: dict[str, int] = {}
+    for position, module in enumerate(calls):
+        first_call.setdefault(first.modules[module], position)
+    names = [first.gradients[parameter] for parameter in grads]
+    used_at = {name: _first_use(name, first_call) for name in names}
+    operators = [_operator(f"forward.{i}", "forward", first.modules[m], forward[i], ()) for i, m in enumerate(calls)]
+    operators += [
+        _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i], (name,))
+        for i, name in enumerate(names)
+    ]
+    variables = [
+        Variable(
+            name=name,
+            shape=shapes[name][0],
+            dtype=shapes[name][1],
+            first_use=f"forward.{used_at[name]}" if calls else None,
+            gradient_from=f"backward.{position}",
+        )
+        for position, name in enumerate(names)
+    ]
+    variables.sort(key=lambda variable: used_at[variable.name])
+    return ModelGraph(
+        name=first.path.parent.name or "job",
+        operators=(*operators, *update_operators(variables, "SGD", 1)),
+        variables=tuple(variables),
+        source="hooks",
+        optimizer_slots=1,
+    )
+
+
+def _usual(sequences: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return Counter(sequences).most_common(1)[0][0]
+
+
+def _medians(
+    traces: list[RankTrace], wanted: tuple[int, ...], spans: Callable[[Step], list[tuple[int, float, float]]]
+) -> list[float]:
+    """Median seconds of each span over steps, then over ranks."""
+    per_rank = []
+    for trace in traces:
+        rows = []
+        for step in trace.steps:
+            found = spans(step)
+            if tuple(key for key, _, _ in found) == wanted:
+                rows.append([end - start for _, start, end in found])
+        if rows:
+            per_rank.append(np.median(np.array(rows), axis=0))
+    if not per_rank:
+        raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
+    return list(np.median(np.array(per_rank), axis=0))
+
+
+def _first_use(variable: str, first_call: dict[str, int]) -> int:
+    """The call that first reads a variable: its owner's, or where that is never called, the nearest one around it."""
+    owner = variable.rpartition(".")[0]
+    while owner not in first_call and owner:
+        owner = owner.rpartition(".")[0]
+    return first_call.get(owner, 0)
+
+
+def _operator(name: str, phase: str, module: str, seconds: float, variables: tuple[str, ...]) -> Operator:
+    return Operator(
+        name=name,
+        kind="other",
+        target="module",
+        phase=phase,  # type: ignore[arg-type]
+        module=module,
+        inputs=(),
+        variables=variables,
+        outputs=(),
+        flops=0,
+        bytes_read=0,
+        bytes_written=0,
+        activation_bytes=0,
+        seconds=float(seconds),
+    )
+
+
+def _compute_seconds(step: Step) -> float:
+    spans = [*forward_spans(step), *backward_spans(step)]
+    return sum(end - start for _, start, end in spans)
+
+
+def _compute_scale(traces: list[RankTrace]) -> dict[int, float]:
+    seconds = {trace.rank: median(map(_compute_seconds, trace.steps)) for trace in traces}
+    usual = median(seconds.values())
+    return {rank: mine / usual for rank, mine in seconds.items() if usual and abs(mine / usual - 1) > STRAGGLER}
+
+
+def _gap_seconds(traces: list[RankTrace]) -> float:
+    """What is left of a step beside computing, waiting and updating."""
+    left = []
+    for trace in traces:
+        for step in trace.steps:
+            busy = _compute_seconds(step) + sum(end - start for _, _, start, end in step.local)
+            waited = _end_of_backward_wait(trace, step)
+            left.append(step.seconds - busy - waited)
+    return max(0.0, median(left))
+
+
+def _end_of_backward_wait(trace: RankTrace, step: Step) -> float:
+    """DDP waits for its buckets inside backward, after the last gradient."""
+    if trace.job == "offbeat" or not step.backward:
+        return 0.0
+    last = step.backward[-1][1]
+    updates = [start for kind, _, start, _ in step.local if kind == "optimizer" and start >= last]
+    return (updates[0] if updates else step.end) - last
+
+
+def _update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, float]:
+    """Seconds per optimizer call and per byte updated."""
+    total = sum(variable.bytes for variable in graph.variables)
+    calls, seconds = [], []
+    for trace in traces:
+        for step in trace.steps:
+            spans = [end - start for kind, _, start, end in step.local if kind in ("optimizer", "update")]
+            calls.append(len(spans))
+            seconds.append(sum(spans))
+    count, spent = median(calls), median(seconds)
+    if not count or not total:
+        return 0.0, 0.0
+    # A call costs tens of microseconds of interpreter whatever it updates; the shortest ones show how much.
+    shortest = [
+        min((end - start for kind, _, start, end in step.local if kind == "update"), default=0.0)
+        for trace in traces
+        for step in trace.steps
+    ]
+    per_call = median(shortest) if count > 1 else 0.0
+    return per_call, max(0.0, spent - per_call * count) / total
+
+
+def _fit_collectives(traces: list[RankTrace], costs: Costs) -> dict[tuple[str, int], CollectiveFit]:
+    """The calibrated fits, each corrected so that the job's own collectives take as long in total as they did.
+
+    Single ones cannot be told apart while several share the link; the time for which the link was busy can.
+    """
+    fits = dict(costs.collectives)
+    for (kind, participants), steps in _services(traces).items():
+        known = fits.get((kind, participants))
+        if known is None:
+            per_byte = median(sum(s for _, s, _ in rows) / max(1, sum(size for size, _, _ in rows)) for rows in steps)
+            fits[kind, participants] = CollectiveFit(0.0, 0.0, per_byte)
+            continue
+        factors = []
+        for rows in steps:
+            fixed = sum(known.overhead_seconds + known.latency_seconds * alone for _, _, alone in rows)
+            variable = sum(known.seconds_per_byte * size for size, _, _ in rows)
+            factors.append((sum(spent for _, spent, _ in rows) - fixed) / variable)
+        factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
+        fits[kind, participants] = replace(known, seconds_per_byte=known.seconds_per_byte * factor)
+    return fits
+
+
+def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[int, float, bool]]]]:
+    """Per step, (bytes, seconds, alone) of each collective: the seconds by which it kept the link busy for longer."""
+    services: dict[tuple[str, int], list[list[tuple[int, float, bool]]]] = {}
+    by_step = [{step.number: step for step in trace.steps} for trace in traces]
+    for number in sorted(set.intersection(*(set(steps) for steps in by_step))):
+        rows = [{row.task: row for row in steps[number].communication} for steps in by_step]
+        found: dict[tuple[str, int], list[tuple[int, float, bool]]] = {}
+        before = 0.0
+        spans = []
+        for task in set.intersection(*(set(row) for row in rows)):
+            issued = max(row[task].issued for row in rows)
+            spans.append((issued, max(issued, median(row[task].finished for row in rows)), rows[0][task]))
+        for issued, finished, row in sorted(spans, key=lambda span: span[1]):
+            spent = finished - max(issued, before)
+            found.setdefault((row.kind, row.ranks), []).append((row.bytes, max(0.0, spent), issued >= before))
+            before = max(before, finished)
+        for key, samples in found.items():
+            if key[1] == len(traces):
+                services.setdefault(key, []).append(samples)
+    return services
+
+
+def _strategy(folder: Path, traces: list[RankTrace], graph: ModelGraph) -> Strategy:
+    """The strategy that ran: Offbeat's own file, or DDP's buckets as they were seen."""
+    written = folder / "strategy.json"
+    if written.exists():
+        return Strategy.load(written).model_copy(update={"graph": "", "cluster": ""})
+    groups: dict[str, int] = {}
+    for row in traces[0].steps[-1].communication:
+        for name in row.name.split(","):
+            groups[name] = row.task
+    configs = {
+        variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
+        for variable in graph.variables
+        if variable.name in groups
+    }
+    return Strategy(name=traces[0].job, variables=configs, schedule=Schedule(mode="barrier"))
+
+
+def _cluster(folder: Path, traces: list[RankTrace]) -> ClusterSpec:
+    written = folder / "cluster.yaml"
+    if written.exists():
+        return ClusterSpec.load(written)
+    return ClusterSpec.homogeneous(nodes=traces[0].world, devices_per_node=1)

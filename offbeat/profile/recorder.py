@@ -1,0 +1,246 @@
+"""A running job → one trace file per rank: what it computed, sent and waited for, step by step.
+
+    with offbeat.Recorder("trace/") as recorder:
+        for batch in loader:
+            step(batch); recorder.step()
+
+The recorder finds the model by itself: it looks at the first forward. From then on hooks note when each module with
+parameters of its own begins, when each gradient is complete, and when each collective could go, went and had ended.
+Every step is written as one line of JSON, so that a crash loses at most the last one.
+"""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from offbeat.errors import OffbeatError
+from offbeat.plan import Task
+from offbeat.profile.calibrate import calibrate_job
+from offbeat.profile.listen import CollectiveListener, listen_to_buckets
+from offbeat.timeline import Kind
+
+FORMAT = 1
+SWITCH_SECONDS = 5e-4
+"""The backend's threads report the ends of collectives and must not wait long for the interpreter."""
+
+
+class Recorder:
+    """Records every step of a job between `with` and the end of the block, on every rank."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
+        self.folder = Path(folder)
+        self.calibrate = calibrate
+        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self.file: BinaryIO | None = None
+        self.handles: list[Any] = []
+        self.steps = 0
+        self.kind = ""
+        self.spent_seconds = 0.0
+        """Time this recorder itself has taken on this rank since it was attached."""
+        self.communications: list[tuple[Any, ...]] = []
+        self.begin, self.complete, self.optimizer_began = 0.0, True, 0.0
+        self._clear()
+
+    # The job's side
+
+    def __enter__(self) -> "Recorder":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
+        except OSError as error:
+            raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
+        self.handles.append(register_module_forward_pre_hook(self._first_forward))
+        self.switch = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        return self
+
+    def step(self) -> None:
+        """Ends a step: what was noted since the last call is written."""
+        now = time.perf_counter()
+        if self.file is None:
+            raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
+        if not self.kind:
+            return
+        line = {
+            "step": self.steps,
+            "begin": self.begin,
+            "end": now,
+            "forward": self.forward,
+            "forward_end": self.forward_end,
+            "backward": self.backward,
+            "local": self.local_spans,
+            # Collectives that end during a later step are written with it; each says which step it belongs to.
+            "communication": self._take_communication(),
+            "complete": self.complete,
+        }
+        self._write(line)
+        self.steps += 1
+        self._clear()
+        self.complete = True
+        self.begin = time.perf_counter()
+        self.spent_seconds += self.begin - now
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.setswitchinterval(self.switch)
+        for handle in self.handles:
+            handle.remove()
+        if self.kind == "offbeat":
+            self.root._offbeat.engine.observer = None
+        if self.file is not None:
+            late = self._take_communication() if self.kind else []
+            if late:
+                self._write({"late": late})
+            self.file.close()
+            self.file = None
+        if error is None and not self.kind:
+            raise OffbeatError(f"{self.folder}: nothing was recorded, because no module was called inside the block")
+
+    # Attaching
+
+    def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
+        self.handles.pop().remove()
+        self.root = module
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        self.modules: list[str] = []
+        self.parameters: list[str] = []
+        for name, part in inner.named_modules():
+            if any(True for _ in part.parameters(recurse=False)):
+                self._listen_to_module(name, part)
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad:
+                self._listen_to_parameter(name, parameter)
+        self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
+        self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+        self._listen_to_communication(module)
+        if self.calibrate and dist.is_initialized() and dist.get_world_size() > 1:
+            calibrate_job(self.folder)
+        self._write(self._header(inner))
+        # The step under way began before anybody listened.
+        self.complete = False
+        self.begin = time.perf_counter()
+
+    def _listen_to_module(self, name: str, module: torch.nn.Module) -> None:
+        number = len(self.modules)
+        self.modules.append(name)
+
+        def reached(*_: Any) -> None:
+            self.forward.append([number, time.perf_counter(), 0.0])
+
+        def begins(*_: Any) -> None:
+            self.forward[-1][2] = time.perf_counter()
+
+        # Offbeat's runtime waits for a module's variables between the two.
+        self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
+        self.handles.append(module.register_forward_pre_hook(begins))
+
+    def _listen_to_parameter(self, name: str, parameter: torch.nn.Parameter) -> None:
+        number = len(self.parameters)
+        self.parameters.append(name)
+
+        def ready(_: torch.Tensor) -> None:
+            self.backward.append((number, time.perf_counter()))
+
+        self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def _listen_to_communication(self, module: torch.nn.Module) -> None:
+        if hasattr(module, "_offbeat"):
+            self.kind = "offbeat"
+            runtime = module._offbeat
+            runtime.engine.observer = self
+            if self.rank == 0:
+                runtime.plan.strategy.save(self.folder / "strategy.json")
+            return
+        self.handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
+        self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        from torch.distributed.fsdp import FSDPModule
+
+        plain = "fsdp2" if isinstance(module, FSDPModule) else "other"
+        self.kind = "ddp" if isinstance(module, DistributedDataParallel) else plain
+        if isinstance(module, DistributedDataParallel) and listen_to_buckets(module, self):
+            return
+        self.handles.append(CollectiveListener(self))
+
+    def _header(self, model: torch.nn.Module) -> dict[str, Any]:
+        return {
+            "offbeat_trace": FORMAT,
+            "rank": self.rank,
+            "world": dist.get_world_size() if dist.is_initialized() else 1,
+            "backend": dist.get_backend() if dist.is_initialized() else "",
+            "job": self.kind,
+            "machine": machine_name(),
+            "unix_seconds": time.time(),
+            "clock_seconds": time.perf_counter(),
+            "modules": self.modules,
+            "parameters": [
+                [n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()
+            ],
+            "gradients": self.parameters,
+        }
+
+    # What the hooks note
+
+    def _clear(self) -> None:
+        self.forward: list[list[float]] = []
+        self.forward_end = 0.0
+        self.backward: list[tuple[int, float]] = []
+        self.local_spans: list[tuple[str, list[int], float, float]] = []
+
+    def _take_communication(self) -> list[tuple[Any, ...]]:
+        taken, self.communications = self.communications, []
+        return taken
+
+    def _forward_begins(self, *_: Any) -> None:
+        self.local_spans.append(("forward", [], time.perf_counter(), 0.0))
+
+    def _forward_ends(self, *_: Any) -> None:
+        self.forward_end = time.perf_counter()
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        self.optimizer_began = time.perf_counter()
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        self.local_spans.append(("optimizer", [], self.optimizer_began, time.perf_counter()))
+
+    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+        """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
+        self.collective(task.index, task.kind, task.name, task.wire_bytes, len(task.ranks), queued, issued, finished)
+
+    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+        """A wait or an update of Offbeat's runtime."""
+        self.local_spans.append((kind, list(messages), start, end))
+
+    def collective(
+        self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
+    ) -> None:
+        """Any collective of the job."""
+        self.communications.append((task, kind, name, size, ranks, queued, issued, finished))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self.file is not None
+        try:
+            self.file.write(orjson.dumps(line) + b"\n")
+            self.file.flush()
+        except OSError as error:
+            raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
+
+
+def machine_name() -> str:
+    """Names the machine whose clock this process reads."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}".strip()

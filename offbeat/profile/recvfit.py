@@ -1,0 +1,144 @@
+"""SENDs and RECVs of the same tensors over the steps → how far apart the clocks of each two machines are.
+
+dPRO section 4.2: the RECVs of one tensor (a family) take equally long once the time before the SEND began is cut off,
+so their variance O1 is least at the true difference of the two clocks (`recv_variance`). O1 depends on that difference
+alone, so each pair of machines is searched by itself (`_least_variance`). It is not convex, which is why no general
+convex solver is used; and the fastest 80% of each family count, because a late transfer says nothing about the clocks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, Bound, Ends, Floats, Ints, Pair, Window, changes
+
+_FASTEST_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Transfers:
+    sender: Ints
+    receiver: Ints
+    send_start: Floats
+    start: Floats
+    end: Floats
+    family: Ints
+
+    def on(self, clock: Ints) -> "Transfers":
+        sender, receiver = clock[self.sender], clock[self.receiver]
+        apart = sender != receiver
+        chosen = (column[apart] for column in (self.send_start, self.start, self.end, self.family))
+        return Transfers(sender[apart], receiver[apart], *chosen)
+
+    def shifted(self, coarse: Floats) -> "Transfers":
+        times = (self.send_start - coarse[self.sender], self.start - coarse[self.receiver])
+        return Transfers(self.sender, self.receiver, *times, self.end - coarse[self.receiver], self.family)
+
+    def as_ends(self) -> Ends:
+        """A RECV ends, within what the transfer takes, when its SEND begins or later."""
+        pair = np.repeat(np.arange(len(self.sender)), 2)
+        clock = np.stack([self.sender, self.receiver], axis=1).reshape(-1)
+        time = np.stack([self.send_start, self.end], axis=1).reshape(-1)
+        return Ends(pair, clock, time, time)
+
+
+def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference: Floats) -> Floats:
+    """dPRO's O1 for each candidate `difference` of the receiver's clock from the sender's, over the fastest transfers.
+
+    `seconds` is each RECV's own span, `since_send` its end less the SEND's start, each on its own clock. The result is
+    the sum of squared deviations from the family's mean, in s².
+    """
+    order = np.argsort(family, kind="stable")
+    sizes = np.bincount(family)
+    sizes = sizes[sizes > 0]
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    column = np.arange(len(family)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    spans = np.full((len(sizes), int(sizes.max(initial=1)), len(difference)), np.inf)
+    spans[row, column] = np.minimum(seconds[order, None], since_send[order, None] - difference)
+    spans.sort(axis=1)
+    kept = np.maximum(np.ceil(_FASTEST_SHARE * sizes), 1)
+    inside = (np.arange(spans.shape[1]) < kept[:, None])[:, :, None]
+    mean = np.where(inside, spans, 0).sum(axis=1) / kept[:, None]
+    return np.where(inside, spans - mean[:, None], 0).__pow__(2).sum(axis=(0, 1))
+
+
+def fit_pairs(transfers: Transfers, window: Window) -> list[Pair]:
+    low = np.minimum(transfers.sender, transfers.receiver)
+    high = np.maximum(transfers.sender, transfers.receiver)
+    order = np.lexsort((high, low))
+    begins = np.flatnonzero(changes(low[order], high[order]))
+    result = []
+    for rows in np.split(order, begins[1:]) if len(order) else []:
+        rows = rows[:: max(1, len(rows) // 2000)]  # noqa: PLW2901 - enough for one pair, and keeps 64 x 64 pairs quick
+        sign = np.where(transfers.sender[rows] == low[rows], 1.0, -1.0)
+        span = transfers.end[rows] - transfers.start[rows]
+        since = transfers.end[rows] - transfers.send_start[rows]
+        when = window.scaled(transfers.send_start[rows])
+        family = np.unique(transfers.family[rows], return_inverse=True)[1].reshape(-1)
+        result.append(_fit_pair(int(low[rows[0]]), int(high[rows[0]]), sign, span, since, when, family, window))
+    return result
+
+
+def _fit_pair(
+    low: int, high: int, sign: Floats, span: Floats, since: Floats, when: Floats, family: Ints, window: Window
+) -> Pair:
+    """The offset at which the families vary least, then the drift from the transfers that waited for their SEND."""
+    drift, drift_deviation = 0.0, np.inf
+    offset, doubt = 0.0, np.inf
+    for _ in range(4):
+        level = since - sign * drift * when
+        offset, doubt = _least_variance(sign, span, level, family)
+        taken = np.minimum(span, level - sign * offset)
+        usual = np.array([np.median(taken[family == number]) for number in range(int(family.max()) + 1)])
+        excess = since - sign * offset - usual[family]
+        scale = max(1.4826 * float(np.median(np.abs(taken - usual[family]))), LEAST_SCALE)
+        bound_by_send = (level - sign * offset <= span + scale) & (np.abs(excess - sign * drift * when) < 4 * scale)
+        if np.count_nonzero(bound_by_send) < 8:
+            drift, drift_deviation = 0.0, np.inf
+            break
+        moment, miss = when[bound_by_send], (sign * excess)[bound_by_send]
+        weight = float(((moment - moment.mean()) ** 2).sum()) + (scale / (DRIFT_PRIOR * window.half)) ** 2
+        before, drift = drift, float(((moment - moment.mean()) * miss).sum()) / weight
+        drift_deviation = scale / np.sqrt(weight)
+        if abs(drift - before) < 0.1 * drift_deviation:
+            break
+    level = since - sign * drift * when
+    bounds = tuple(
+        Bound(a, b, float(level[sign == side].min()))
+        for side, a, b in ((1.0, low, high), (-1.0, high, low))
+        if (sign == side).any()
+    )
+    return Pair(low, high, offset, max(doubt, 2e-5), drift, drift_deviation, bounds)
+
+
+def _least_variance(sign: Floats, span: Floats, level: Floats, family: Ints) -> tuple[float, float]:
+    """The middle of the differences with nearly the least O1, and half their range."""
+    forth, back = sign > 0, sign < 0
+    starts = sign * (level - span)
+    most = float(level[forth].min()) if forth.any() else float(starts.max())
+    least = -float(level[back].min()) if back.any() else float(starts.min())
+    if least >= most:
+        return (least + most) / 2, (least - most) / 2
+    # Beyond the earliest start of either side O1 no longer changes.
+    grid = np.unique(np.concatenate([np.linspace(least, most, 33), np.quantile(starts, np.linspace(0, 1, 32))]))
+    grid = grid[(grid >= least) & (grid <= most)]
+    tried, found = np.empty(0), np.empty(0)
+    for _ in range(6):
+        score = sum(
+            recv_variance(span[side], level[side], family[side], way * grid)
+            for side, way in ((forth, 1.0), (back, -1.0))
+            if side.any()
+        )
+        tried, found = np.append(tried, grid), np.append(found, score)
+        order = np.argsort(tried)
+        tried, found = tried[order], found[order]
+        best = int(np.argmin(found))
+        near = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+        if near[1] - near[0] < 2e-6:
+            break
+        grid = np.linspace(*near, 19)[1:-1]
+    # Differences that chance explains (a likelihood ratio of e²), or of less than 10 us, do not count.
+    enough = found <= found[best] * np.exp(4 / len(span)) + len(span) * 1e-5**2
+    first = best - int(np.argmin(enough[best::-1])) + 1 if not enough[: best + 1].all() else 0
+    last = best + int(np.argmin(enough[best:])) - 1 if not enough[best:].all() else len(tried) - 1
+    return float(tried[first] + tried[last]) / 2, float(tried[last] - tried[first]) / 2

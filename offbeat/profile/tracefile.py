@@ -1,0 +1,397 @@
+"""One file exported by torch.profiler → Trace: a rank's steps, computation and communication, on its own clock.
+
+Computation is what kept the device busy: kernels where a trace has any, else the outermost operators of each thread.
+Communication is the nccl kernels, and the ranges gloo records in its own threads; those do not say when they were asked
+for, so they are joined with the operator that issued them (`_gloo`).
+"""
+
+import os
+import re
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.profile.stream import EventStream
+from offbeat.timeline import KINDS, Kind
+
+_HEADER = ("distributedInfo", "host_name", "baseTimeNanoseconds")
+_STEP = re.compile(r"ProfilerStep#(\d{1,9})")
+_RANK = re.compile(r"(?:rank|worker)[_.\-]?(\d{1,6})", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$")
+_RANGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
+_ITEM_BYTES = {"double": 8, "long": 8, "long int": 8, "int64": 8, "float": 4, "int": 4, "int32": 4, "half": 2}
+_ITEM_BYTES |= {"bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsigned char": 1, "signed char": 1}
+_ITEM_BYTES |= {"complexfloat": 8, "complexdouble": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_ISSUED = {"allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "all_gather"}
+_ISSUED |= {"broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter"}
+_ISSUED |= {"reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter", "barrier": "barrier"}
+_ISSUED |= {"alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "send": "send", "recv_": "recv"}
+_ISSUED |= {"allreduce_coalesced_": "all_reduce", "recv_any_source_": "recv"}
+_NCCL = {"allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather"}
+_NCCL |= {"reducescatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all"}
+_NCCL |= {"all_gather_into_tensor_coalesced": "all_gather", "allreduce_coalesced": "all_reduce"}
+_NCCL |= {"_reduce_oop": "reduce", "_broadcast_oop": "broadcast", "all_reduce_barrier": "barrier"}
+_NCCL |= {
+    "_all_gather_base": "all_gather",
+    "all_to_allv": "all_to_all",
+    "all_to_all": "all_to_all",
+    "sendrecv": "send_recv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One communication of one rank; times in seconds since the trace's origin."""
+
+    start: float
+    end: float
+    queued: float
+    """When it was issued; NaN where unknown."""
+    kind: str
+    group: str
+    """Process group, '' where unknown."""
+    elements: int
+    bytes: int
+    lane: int
+    """Stream or thread it ran on."""
+    peer: int = -1
+    """The other rank of a send or recv, -1 where unknown."""
+    sequence: int = -1
+    """Its number within its group, the same on all participants; -1 where unknown, see `offbeat.profile.flight`."""
+
+    @property
+    def moment(self) -> float:
+        return self.start if self.queued != self.queued else self.queued
+
+
+@dataclass(eq=False)
+class Trace:
+    """What one file holds; times in seconds since `origin_ns`."""
+
+    path: Path
+    rank: int
+    world: int
+    """Number of ranks the job had; 0 where the file does not say."""
+    host: str
+    origin_ns: int
+    """Of the rank's own clock."""
+    steps: dict[int, tuple[float, float]]
+    """Start and end of each ProfilerStep."""
+    work: "Work"
+    collectives: list[Collective]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Work:
+    """Computation as columns of equal length."""
+
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    lane: NDArray[np.int64]
+    """0 is the busiest stream or thread."""
+    kind: NDArray[np.int8]
+    name: NDArray[np.int32]
+    names: tuple[str, ...]
+
+
+def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
+    """Reads one file in little memory whatever its size."""
+    stream = EventStream(path, _HEADER)
+    collector = _Collector()
+    for batch in stream:
+        collector.add(batch)
+    if not collector.timed:
+        raise OffbeatError(f"{path}: cannot read the trace: it holds no event with a start and a duration")
+    info = stream.header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    rank = next(
+        (number for number in (info.get("rank"), rank_in_name(Path(path).name), rank) if _is_rank(number)), None
+    )
+    if rank is None:
+        raise OffbeatError(f"{path}: cannot tell the trace's rank: neither its distributedInfo nor its name says it")
+    base = stream.header.get("baseTimeNanoseconds", 0)
+    base = base if isinstance(base, int) else 0
+    world = info.get("world_size")
+    first = collector.first
+    notes = []
+    if collector.faulty:
+        notes.append(f"{path}: {collector.faulty} events with negative or non-finite times were left out")
+    return Trace(
+        path=Path(path),
+        rank=int(rank),
+        world=int(world or 0) if _is_rank(world) else 0,
+        host=str(stream.header.get("host_name", "")),
+        origin_ns=base + round(first * 1000),
+        steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
+        work=_kernels(collector) if len(collector.kernels.start) else _outermost_operators(collector),
+        collectives=_gloo(collector) + _nccl(collector),
+        notes=notes,
+    )
+
+
+class _Columns:
+    """Events of one sort, 36 bytes each."""
+
+    def __init__(self) -> None:
+        self.start, self.duration = array("d"), array("d")
+        self.lane, self.outer = array("q"), array("q")
+        self.name = array("i")
+
+    def add(self, start: float, duration: float, lane: int, outer: int, name: int) -> None:
+        self.start.append(start)
+        self.duration.append(duration)
+        self.lane.append(lane)
+        self.outer.append(outer)
+        self.name.append(name)
+
+
+class _Collector:
+    """Keeps of each event what the timeline needs; times in microseconds as in the file."""
+
+    def __init__(self) -> None:
+        self.first, self.timed, self.faulty = np.inf, 0, 0
+        self.names: dict[str, int] = {}
+        self.lanes: dict[object, int] = {}
+        self.steps: dict[int, tuple[float, float]] = {}
+        self.operators, self.kernels = _Columns(), _Columns()
+        self.optimizer: list[tuple[float, float]] = []
+        self.ranges: list[tuple[float, float, int, str, dict[str, Any]]] = []
+        self.issued: list[tuple[float, str, dict[str, Any]]] = []
+        self.described: dict[object, tuple[float, dict[str, Any]]] = {}
+        self.nccl: list[tuple[float, float, int, str, dict[str, Any]]] = []
+
+    def add(self, batch: list[Any]) -> None:
+        for event in batch:
+            if not isinstance(event, dict) or event.get("ph") != "X":
+                continue
+            start: Any = event.get("ts")
+            duration: Any = event.get("dur", 0)
+            name = event.get("name")
+            if not isinstance(name, str) or not _is_time(start) or not _is_time(duration) or duration < 0:
+                self.faulty += 1
+                continue
+            self.timed += 1
+            self.first = min(self.first, start)
+            args = event.get("args")
+            lane = (event.get("pid"), event.get("tid"))
+            self._sort(
+                event.get("cat"), name, float(start), float(duration), lane, args if isinstance(args, dict) else {}
+            )
+
+    def _sort(
+        self, category: object, name: str, start: float, duration: float, where: object, args: dict[str, Any]
+    ) -> None:
+        if category == "kernel" and "nccl" in name.lower():
+            self.nccl.append((start, duration, self._lane(args.get("stream", where)), name, args))
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            stream = self._lane(args.get("stream", where))
+            self.kernels.add(start, duration, stream, _number(args.get("External id")), self._name(name))
+        elif category in ("cpu_op", "user_annotation") and (match := _RANGE.fullmatch(name)):
+            self.ranges.append((start, duration, self._lane(where), match[1], args))
+            if match[1] not in ("send", "recv"):
+                # What runs inside, in gloo's own thread, is communication; a transfer's range is in the user's thread.
+                self.operators.add(start, duration, self._lane(where), -1, self._name(name))
+        elif category == "cpu_op":
+            if name == "record_param_comms":
+                self.described[args.get("External id")] = (start, args)
+            elif name.startswith("c10d::") and name[6:] in _ISSUED:
+                self.issued.append((start, _ISSUED[name[6:]], args))
+            outer = _number(args.get("External id"))
+            self.operators.add(start, duration, self._lane(where), outer, self._name(name))
+        elif category == "user_annotation" and (step := _STEP.fullmatch(name)):
+            self.steps[int(step[1])] = (start, start + duration)
+        elif category == "user_annotation" and name.startswith("Optimizer."):
+            self.optimizer.append((start, start + duration))
+
+    def _name(self, name: str) -> int:
+        return self.names.setdefault(name[:200], len(self.names))
+
+    def _lane(self, lane: object) -> int:
+        return self.lanes.setdefault(str(lane), len(self.lanes))
+
+
+def _outermost_operators(collector: _Collector) -> Work:
+    start, end, lane, name, outermost, _ = _nesting(collector)
+    kind = _operator_kinds(collector, start, name)
+    ranges = np.array([_RANGE.fullmatch(text) is not None for text in collector.names], bool)
+    rows = outermost & ~ranges[name] if len(name) else outermost
+    return _work(start[rows], end[rows], lane[rows], kind[rows], name[rows], collector)
+
+
+def _kernels(collector: _Collector) -> Work:
+    """Kernels, each of the kind of the outermost operator that launched it."""
+    columns = collector.kernels
+    start = (np.array(columns.start) - collector.first) * 1e-6
+    end = start + np.array(columns.duration) * 1e-6
+    launcher = np.array(columns.outer, np.int64)
+    kind = np.full(len(start), KINDS.index("other"), np.int8)
+    if len(collector.operators.start):
+        begin, _, _, name, _, parent = _nesting(collector)
+        kinds = _operator_kinds(collector, begin, name)[parent]
+        known = np.array(collector.operators.outer, np.int64)
+        order = np.argsort(known, kind="stable")
+        place = np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)
+        found = (known[order[place]] == launcher) & (launcher >= 0)
+        # `kinds` are in the order of `_nesting`, which is that of the columns.
+        kind[found] = kinds[order[place[found]]]
+    return _work(start, end, np.array(columns.lane, np.int64), kind, np.array(columns.name, np.int32), collector)
+
+
+def _nesting(collector: _Collector) -> tuple[NDArray[Any], ...]:
+    """Start, end, lane and name of each operator, whether it is an outermost one, and its outermost operator."""
+    columns = collector.operators
+    start = (np.array(columns.start) - collector.first) * 1e-6
+    end = start + np.array(columns.duration) * 1e-6
+    lane, name = np.array(columns.lane, np.int64), np.array(columns.name, np.int32)
+    order = np.lexsort((-end, start, lane))
+    outermost = np.ones(len(start), bool)
+    parent = np.arange(len(start))
+    for rows in np.split(order, np.flatnonzero(np.diff(lane[order])) + 1) if len(order) else []:
+        latest = np.maximum.accumulate(end[rows])
+        inside = np.zeros(len(rows), bool)
+        inside[1:] = start[rows[1:]] < latest[:-1]
+        outermost[rows] = ~inside
+        parent[rows] = rows[np.maximum.accumulate(np.where(inside, 0, np.arange(len(rows))))]
+    return start, end, lane, name, outermost, parent
+
+
+def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDArray[np.int32]) -> NDArray[np.int8]:
+    """'backward' for what the autograd engine runs, 'optimizer' inside Optimizer ranges, else 'forward'."""
+    kind_of_name: list[Kind] = [
+        "backward" if name.startswith("autograd::") else "other" if name.startswith("c10d::") else "forward"
+        for name in collector.names
+    ]
+    kind = np.array([KINDS.index(kind) for kind in kind_of_name], np.int8)[name]
+    if collector.optimizer:
+        ranges = (np.array(sorted(collector.optimizer)) - collector.first) * 1e-6
+        place = np.searchsorted(ranges[:, 0], start, side="right") - 1
+        kind[(place >= 0) & (start < ranges[np.maximum(place, 0), 1])] = KINDS.index("optimizer")
+    return kind
+
+
+def _work(
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    lane: NDArray[np.int64],
+    kind: NDArray[np.int8],
+    name: NDArray[np.int32],
+    collector: _Collector,
+) -> Work:
+    busiest = np.argsort(-np.bincount(lane, end - start), kind="stable") if len(lane) else np.empty(0, np.int64)
+    place = np.empty(len(busiest), np.int64)
+    place[busiest] = np.arange(len(busiest))
+    used, index = np.unique(name, return_inverse=True)
+    names = tuple(collector.names)
+    return Work(start, end, place[lane], kind, index.reshape(-1).astype(np.int32), tuple(names[i] for i in used))
+
+
+def _gloo(collector: _Collector) -> list[Collective]:
+    """gloo's ranges joined with the operators that issued them.
+
+    gloo serves its queue in order, so among collectives of one kind and size the n-th range belongs to the n-th
+    operator, as soon as that one was issued before.
+    """
+    issued: dict[tuple[str, int], list[tuple[float, dict[str, Any]]]] = {}
+    for start, kind, args in sorted(collector.issued, key=lambda item: item[0]):
+        issued.setdefault((kind, _elements(kind, args)), []).append((start, args))
+    used: dict[tuple[str, int], int] = {}
+    result = []
+    for start, duration, lane, kind, args in sorted(collector.ranges, key=lambda item: item[0]):
+        key = (kind, _elements(kind, args))
+        candidates, place = issued.get(key, []), used.get(key, 0)
+        queued, peer = np.nan, -1
+        if place < len(candidates) and candidates[place][0] <= start:
+            queued = (candidates[place][0] - collector.first) * 1e-6
+            if kind in ("send", "recv"):
+                peer = _peer(candidates[place][1])
+            used[key] = place + 1
+        begin = (start - collector.first) * 1e-6
+        size = key[1] * _item_bytes(_first_text(args.get("Input type")))
+        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, "", key[1], size, lane, peer))
+    return result
+
+
+def _nccl(collector: _Collector) -> list[Collective]:
+    """nccl's kernels; what older versions wrote only on the launching side is taken from there."""
+    result = []
+    for start, duration, lane, name, args in sorted(collector.nccl, key=lambda item: item[0]):
+        asked, described = collector.described.get(args.get("External id"), (np.nan, {}))
+        about = described | args
+        kind = collective_kind(str(about.get("Collective name") or _kernel_verb(name)))
+        elements = _number(about.get("In msg nelems"), 0)
+        begin = (start - collector.first) * 1e-6
+        group = f"{about.get('Process Group Name', '')} {about.get('Process Group Ranks', '')}".strip()
+        peer = _number(about.get("Dst Rank" if kind == "send" else "Src Rank")) if kind in ("send", "recv") else -1
+        queued = (asked - collector.first) * 1e-6
+        size = elements * _item_bytes(about.get("dtype"))
+        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, group, elements, size, lane, peer))
+    return result
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def collective_kind(name: str) -> str:
+    """'all_reduce' for 'allreduce', '_reduce_scatter_base' and the like; other names in lower case."""
+    return _NCCL.get(name.lower(), name.lower())
+
+
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file's name gives, as in 'rank3.json' or 'host_12.pt.trace.json'."""
+    match = _RANK.search(name) or _LAST_NUMBER.search(name)
+    return int(match[1]) if match else None
+
+
+def _number(value: object, otherwise: int = -1) -> int:
+    return value if isinstance(value, int) and -(2**62) < value < 2**62 else otherwise
+
+
+def _elements(kind: str, args: dict[str, Any]) -> int:
+    """Elements of the first input that has a shape; a list of tensors counts as one."""
+    # A barrier's operator is given a tensor that nobody sends.
+    dims = args.get("Input Dims") if kind != "barrier" else None
+    for shape in dims if isinstance(dims, list) else []:
+        if isinstance(shape, list) and shape:
+            parts = shape if isinstance(shape[0], list) else [shape]
+            return sum(product(part) for part in parts)
+    return 0
+
+
+def product(shape: object) -> int:
+    """Elements of a tensor of this shape."""
+    result = 1
+    for size in shape if isinstance(shape, list) else []:
+        result *= _number(size, 0)
+    return min(result, 2**62)
+
+
+def _peer(args: dict[str, Any]) -> int:
+    """send(tensors, group, destination, tag), and the same for recv."""
+    given = args.get("Concrete Inputs")
+    if isinstance(given, list) and len(given) > 2 and str(given[2]).isdigit():
+        return int(given[2])
+    return -1
+
+
+def _first_text(values: object) -> object:
+    return next((value for value in values if value), None) if isinstance(values, list) else None
+
+
+def _item_bytes(dtype: object) -> int:
+    return _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::"), 4)
+
+
+def _kernel_verb(name: str) -> str:
+    match = re.search(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)", name)
+    return match[1] if match else "communication"

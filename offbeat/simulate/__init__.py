@@ -1,0 +1,22 @@
+"""Plan → Timeline: how a step runs, told without running it.
+
+The package itself is the verb: `offbeat.simulate(plan)`. `replay` works on plain task graphs.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from offbeat.simulate.kernel import Replay, replay
+from offbeat.simulate.predict import simulate
+from offbeat.simulate.taskgraph import TaskGraph
+
+__all__ = ["Replay", "TaskGraph", "replay", "simulate"]
+
+
+class _Verb(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return simulate(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Verb

@@ -1,0 +1,326 @@
+"""Plan + Costs → the tasks of some consecutive steps, as the runtime would run them.
+
+Each role has one queue for compute and one for its link. Compute is the plan's segments in order. A message goes out
+when the segment that completes its last gradient has ended and everything before it in the issue order has been
+issued; all participants must have come that far. In deferred mode the segment that first reads a variable waits for it
+and applies its update; in barrier mode the end of the step waits for everything. Owners' updates and returning
+parameters run in `step()`, in the plan's order, as in `offbeat.runtime.engine`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.cost.measured import Costs
+from offbeat.plan import Message, Plan
+from offbeat.simulate.roles import Exchange, Roles
+from offbeat.simulate.taskgraph import TaskGraph
+from offbeat.timeline import Kind
+
+_REPLICATED = ("all_reduce", "sparse_all_gather", "factor_broadcast")
+
+
+@dataclass
+class Tasks:
+    """Tasks being collected, as columns."""
+
+    seconds: list[float] = field(default_factory=list)
+    device: list[int] = field(default_factory=list)
+    lag: list[float] = field(default_factory=list)
+    priority: list[int] = field(default_factory=list)
+    role: list[int] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    kind: list[Kind | None] = field(default_factory=list)
+    """None for tasks that only join others."""
+    name: list[str] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    exchange: list[int] = field(default_factory=list)
+    gate: list[int] = field(default_factory=list)
+    """For a collective, the task whose end is the moment it could go; -1 for others."""
+    edges: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(
+        self,
+        role: int,
+        step: int,
+        kind: Kind | None,
+        name: str,
+        seconds: float = 0.0,
+        device: int = -1,
+        *,
+        lag: float = 0.0,
+        after: Sequence[int] = (),
+        priority: int = 0,
+        bytes: int = 0,
+        exchange: int = -1,
+        gate: int = -1,
+    ) -> int:
+        index = len(self.seconds)
+        self.seconds.append(seconds)
+        self.device.append(device)
+        self.lag.append(lag)
+        self.priority.append(priority)
+        self.role.append(role)
+        self.step.append(step)
+        self.kind.append(kind)
+        self.name.append(name)
+        self.bytes.append(bytes)
+        self.exchange.append(exchange)
+        self.gate.append(gate)
+        self.edges.extend((before, index) for before in after if before >= 0)
+        return index
+
+    def graph(self, seconds: NDArray[np.float64] | None = None) -> TaskGraph:
+        return TaskGraph.from_arrays(
+            np.array(self.seconds) if seconds is None else seconds,
+            np.array(self.device, np.int64),
+            np.array(self.edges, np.int64).reshape(-1, 2),
+            priority=np.array(self.priority, np.float64),
+            lag_seconds=np.array(self.lag),
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The tasks of some steps, and where each role's steps begin."""
+
+    tasks: Tasks
+    first: NDArray[np.int64]
+    """First task of each role (row) in each step (column)."""
+    last: NDArray[np.int64]
+    """Last compute task of each role in the last step."""
+
+
+def build_steps(plan: Plan, costs: Costs, roles: Roles, steps: int) -> Steps:
+    """The tasks of `steps` consecutive steps."""
+    builder = _Builder(plan, costs, roles)
+    firsts = [builder.add_step(step) for step in range(steps)]
+    return Steps(builder.tasks, np.array(firsts).T, np.array(builder.host))
+
+
+class _Builder:
+    def __init__(self, plan: Plan, costs: Costs, roles: Roles) -> None:
+        self.plan = plan
+        self.costs = costs
+        self.roles = roles
+        self.tasks = Tasks()
+        count = len(roles.ranks)
+        self.host = [-1] * count
+        """Last compute task of each role."""
+        self.barrier = plan.mode == "barrier"
+        self.seconds = [self._segment_seconds(rank) for rank in roles.representatives]
+        self.components = _components(plan.messages)
+        self.readers = self._readers()
+        self.updates = self._update_estimates()
+        self.heads = [i for i, e in enumerate(roles.exchanges) if e.task.stage == 0 and e.task.kind != "update"]
+        self.tails = [
+            i
+            for i, e in enumerate(roles.exchanges)
+            if e.task.stage > 0 and plan.messages[e.task.message].synchronizer not in _REPLICATED
+        ]
+        self.cost = [self._exchange_cost(exchange) for exchange in roles.exchanges]
+        self.arrivals: dict[tuple[int, int, int], list[int]] = {}
+        """Per step, role and message: the tasks whose end brings what the role waits for."""
+        self.gates: dict[str, int] = {}
+        self.issued = 0
+
+    # What does not change from step to step
+
+    def _segment_seconds(self, rank: int) -> list[float]:
+        node = self.plan.cluster.device_of(rank)
+        scale = self.costs.compute_scale.get(rank, 1.0)
+        return [s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in self.plan.segments]
+
+    def _readers(self) -> dict[int, list[list[int]]]:
+        """For each segment, the components (lists of messages) it is the first to wait for."""
+        component_of = {m: number for number, component in enumerate(self.components) for m in component}
+        components_of: dict[str, list[int]] = defaultdict(list)
+        for message in self.plan.messages:
+            for name in message.variables:
+                components_of[name].append(component_of[message.index])
+        readers: dict[int, list[list[int]]] = defaultdict(list)
+        seen: set[int] = set()
+        for position, segment in enumerate(self.plan.segments):
+            for name in segment.reads:
+                for number in components_of.get(name, ()):
+                    if number not in seen:
+                        seen.add(number)
+                        readers[position].append(self.components[number])
+        readers[0] += [component for number, component in enumerate(self.components) if number not in seen]
+        return readers
+
+    def _update_estimates(self) -> dict[int, float]:
+        """Seconds that the optimizer spends on each message, by the graph's optimizer operators."""
+        node = self.plan.cluster.device_of(self.roles.representatives[0])
+        per_variable: dict[str, float] = {}
+        for operator in self.plan.graph.phase("optimizer"):
+            moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+            seconds = operator.seconds if operator.seconds is not None else moved
+            for name in operator.variables:
+                per_variable[name] = seconds
+        elements = {variable.name: variable.elements for variable in self.plan.graph.variables}
+        return {
+            message.index: sum(
+                per_variable.get(piece.variable, 0.0) * piece.elements / elements[piece.variable]
+                for piece in message.pieces
+            )
+            for message in self.plan.messages
+        }
+
+    def _exchange_cost(self, exchange: Exchange) -> tuple[float, float]:
+        in_flight = self.plan.strategy.schedule.in_flight
+        costs = {task.ranks: task for task in exchange.same}
+        return max(self.costs.collective(task, self.plan.cluster, in_flight) for task in costs.values())
+
+    # One step
+
+    def add_step(self, step: int) -> list[int]:
+        first = []
+        for role in range(len(self.roles.ranks)):
+            begin = len(self.tasks.seconds)
+            if self.costs.gap_seconds:
+                self._compute(role, step, "other", "between steps", self.costs.gap_seconds)
+            self._forward(role, step)
+            first.append(begin)
+        ready = [self._backward(role, step) for role in range(len(self.roles.ranks))]
+        self._send_gradients(step, ready)
+        self._end_step(step)
+        return first
+
+    def _compute(
+        self, role: int, step: int, kind: Kind | None, name: str, seconds: float, after: Sequence[int] = (), **more: int
+    ) -> int:
+        device = 2 * role if seconds > 0 else -1
+        index = self.tasks.add(role, step, kind, name, seconds, device, after=[self.host[role], *after], **more)
+        self.host[role] = index
+        return index
+
+    def _forward(self, role: int, step: int) -> None:
+        for position, segment in enumerate(self.plan.segments):
+            if segment.phase != "forward" or segment.recomputed or segment.microbatch:
+                continue
+            if not self.barrier and step:
+                for component in self.readers.get(position, ()):
+                    self._settle(role, step - 1, component, step)
+            self._compute(role, step, "forward", segment.name, self.seconds[role][position])
+
+    def _settle(self, role: int, sent: int, component: list[int], step: int) -> None:
+        """Waits for the messages of a component, sent in step `sent`, and applies what every replica applies."""
+        stale = max(self.plan.messages[index].staleness for index in component)
+        if any(self.plan.messages[index].asynchronous for index in component):
+            return
+        arrived = [t for index in component for t in self.arrivals.get((sent - stale, role, index), ())]
+        if not arrived:
+            return
+        mine = [index for index in component if self.plan.messages[index].synchronizer in _REPLICATED]
+        size = sum(self.plan.messages[index].bytes for index in mine)
+        seconds = self.costs.update(size, sum(self.updates[index] for index in mine)) if mine else 0.0
+        self._compute(role, step, "update" if mine else None, f"update m{component[0]}", seconds, arrived)
+
+    def _backward(self, role: int, step: int) -> dict[str, int]:
+        """The task that completes each variable's gradient."""
+        ready: dict[str, int] = {}
+        for position, segment in enumerate(self.plan.segments):
+            if segment.phase == "optimizer" or not (
+                segment.phase == "backward" or segment.recomputed or segment.microbatch
+            ):
+                continue
+            kind: Kind = "backward" if segment.phase == "backward" else "forward"
+            task = self._compute(role, step, kind, segment.name, self.seconds[role][position])
+            for name in segment.completes:
+                ready[name] = task
+        return ready
+
+    def _send_gradients(self, step: int, ready: list[dict[str, int]]) -> None:
+        for position in self.heads:
+            exchange = self.roles.exchanges[position]
+            message = self.plan.messages[exchange.task.message]
+            after = {role: [ready[role][name] for name in exchange.task.waits_for] for role in exchange.roles}
+            if message.staleness or message.asynchronous:
+                after = {role: [self.host[role]] for role in exchange.roles}
+            self._send(step, position, after, "up")
+
+    def _send(self, step: int, position: int, after: dict[int, list[int]], channel: str) -> None:
+        """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
+        exchange = self.roles.exchanges[position]
+        task = exchange.task
+        queue = f"{channel}.{exchange.roles}.{len(task.ranks)}"
+        ready = [self.tasks.add(role, step, None, "ready", after=before) for role, before in after.items()]
+        gate = self.tasks.add(exchange.roles[0], step, None, "issue", after=[*ready, self.gates.get(queue, -1)])
+        self.gates[queue] = gate
+        seconds, lag = self.cost[position]
+        self.issued += 1
+        for role, queued in zip(exchange.roles, ready, strict=True):
+            sent = self.tasks.add(
+                role,
+                step,
+                "communication",
+                task.name,
+                seconds,
+                2 * role + 1,
+                lag=lag,
+                after=[gate],
+                priority=self.issued,
+                bytes=task.wire_bytes,
+                exchange=position,
+                gate=queued,
+            )
+            self.arrivals.setdefault((step, role, task.message), []).append(sent)
+
+    def _end_step(self, step: int) -> None:
+        """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""
+        if self.barrier:
+            for role in range(len(self.roles.ranks)):
+                self._wait_for_gradients(role, step)
+        for position in self.tails:
+            exchange = self.roles.exchanges[position]
+            message = self.plan.messages[exchange.task.message]
+            for role in exchange.roles:
+                before = self.arrivals.pop((step, role, message.index), [])
+                seconds, kind, name = 0.0, None, "wait"
+                if exchange.task.kind == "update":
+                    share = len(exchange.task.ranks) if message.synchronizer == "sharded" else 1
+                    seconds = self.costs.update(message.bytes / share, self.updates[message.index] / share)
+                    kind, name = "update", f"update m{message.index}"
+                self._compute(role, step, kind, name, seconds, before)  # type: ignore[arg-type]
+            if exchange.task.kind != "update":
+                channel = "back" if exchange.task.delivers else "up"
+                self._send(step, position, {role: [self.host[role]] for role in exchange.roles}, channel)
+        if self.barrier:
+            for role in range(len(self.roles.ranks)):
+                for component in self.components:
+                    if any(self.plan.messages[index].synchronizer not in _REPLICATED for index in component):
+                        self._settle(role, step, component, step)
+
+    def _wait_for_gradients(self, role: int, step: int) -> None:
+        """`step()` of barrier mode, as far as every replica applies the update: one optimizer call for all."""
+        mine = [m for m in self.plan.messages if m.synchronizer in _REPLICATED and not m.asynchronous]
+        arrived = [t for m in mine for t in self.arrivals.get((step - m.staleness, role, m.index), ())]
+        if not mine:
+            return
+        self._compute(role, step, None, "wait", 0.0, arrived)
+        seconds = self.costs.update(sum(m.bytes for m in mine), sum(self.updates[m.index] for m in mine))
+        self._compute(role, step, "optimizer", "optimizer", seconds)
+
+
+def _components(messages: Sequence[Message]) -> list[list[int]]:
+    """Messages that hold parts of the same variables, which are updated together."""
+    leader = list(range(len(messages)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    first: dict[str, int] = {}
+    for message in messages:
+        for name in message.variables:
+            leader[find(message.index)] = find(first.setdefault(name, message.index))
+    grouped: dict[int, list[int]] = defaultdict(list)
+    for message in messages:
+        grouped[find(message.index)].append(message.index)
+    return list(grouped.values())

@@ -1,0 +1,423 @@
+"""Timeline → Diagnosis: where the time of a step goes on each rank, and what to blame.
+
+Every moment of a rank's step is exactly one of: compute; exposed communication (it computes nothing, and a collective
+of its all of whose participants have started runs); waiting (it computes nothing, and its collectives all wait for a
+participant that has not started); idle (none of these). So the four add up to the step. A 'wait' span is time in which
+its own track computes nothing, even where a compute span encloses it.
+
+One sweep over the sorted starts and ends of all spans yields the segments between them; sums over segments yield the
+rest. Times are means over the timeline's steps.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.timeline.critical import COMMUNICATION, WAIT, critical_positions, last_to_start
+from offbeat.timeline.model import KINDS, Timeline
+from offbeat.units import format_bytes, format_seconds
+
+_COMPUTE, _EXPOSED, _WAITING, _IDLE = range(4)
+_MARK = 3
+_STRAGGLER_SHARE = 0.02
+_MOST_RANKS_SHOWN = 16
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where one rank's step goes, in seconds: the mean over steps."""
+
+    rank: int
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    """Communication not hidden by compute, after all its participants have started."""
+    waiting_seconds: float
+    """Its collectives only waited for a participant, and it computed nothing."""
+    idle_seconds: float
+    overlap_seconds: float
+    """Communication hidden by compute, after all its participants have started."""
+    network_seconds: float
+    """Communication in all: exposed and hidden."""
+    blamed_seconds: float
+    """Waiting of each other rank, on average, for collectives that this one was the last to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What the collectives of one name cost: per step, the mean over ranks."""
+
+    name: str
+    exposed_seconds: float
+    """Where several were under way, each has an equal part of the time."""
+    waiting_seconds: float
+    bytes: int
+    """Sent by one rank in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that holds up the others."""
+
+    rank: int
+    seconds: float
+    """Per step, by how much it computes longer, or is waited for longer, than the median of the others."""
+    reason: Literal["compute", "lateness"]
+    """'compute' if that is what makes it late."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where the time of a step goes, and what to blame."""
+
+    source: Literal["predicted", "measured"]
+    steps: int
+    step_seconds: float
+    """Mean over ranks and steps."""
+    ideal_seconds: float | None
+    """The longest that any rank computes or communicates; None if communication is unknown."""
+    ranks: tuple[RankTime, ...]
+    straggler: Straggler | None
+    blame: tuple[Blame, ...]
+    """The collectives with most exposed time, most first."""
+    critical_by_kind: dict[str, float]
+    """Shares of the critical path by kind of span; 'idle' is time between its spans. They add up to 1."""
+    critical_by_rank: dict[int, float]
+    """Shares of the critical path by rank; with the idle share they add up to 1."""
+    communication_seen: bool
+    """False: the timeline has no communication span, so nothing is known of communication."""
+    notes: tuple[str, ...]
+
+    def mean(self, field: str) -> float:
+        """Mean over ranks of a field of `RankTime`, such as 'exposed_seconds'."""
+        return float(np.mean([getattr(rank, field) for rank in self.ranks]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        content = asdict(self)
+        content["critical_by_rank"] = {str(rank): share for rank, share in self.critical_by_rank.items()}
+        return content
+
+    def text(self) -> str:
+        """A summary of several lines for people."""
+        return "\n".join([*_summary(self), *_table(self.ranks), *_findings(self)])
+
+
+def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
+    """Needs step marks; ranks without any are left out, with a note.
+
+    Where communication reaches into the next step, the first step is left out: what reaches into it is not recorded.
+    """
+    _check_marks(timeline.marks)
+    timeline = _without_cut_step(timeline)
+    late = last_to_start(timeline)
+    sweep = _sweep(timeline, late)
+    ranks = _rank_times(timeline, sweep, late)
+    seen = bool((timeline.kind[sweep.communicating] == COMMUNICATION).any())
+    step_seconds = float(np.mean([rank.step_seconds for rank in ranks]))
+    known = seen or len(ranks) == 1
+    by_kind, by_rank = _critical_shares(timeline)
+    return Diagnosis(
+        source=timeline.source,
+        steps=timeline.marks.shape[1] - 1,
+        step_seconds=step_seconds,
+        ideal_seconds=max(max(r.compute_seconds, r.network_seconds) for r in ranks) if known else None,
+        ranks=ranks,
+        straggler=_straggler(ranks, step_seconds),
+        blame=_blame(timeline, sweep, most_blamed),
+        critical_by_kind=by_kind,
+        critical_by_rank=by_rank,
+        communication_seen=seen,
+        notes=timeline.notes + _notes(timeline, sweep),
+    )
+
+
+def _check_marks(marks: Floats) -> None:
+    if marks.ndim != 2 or marks.shape[0] == 0 or marks.shape[1] < 2:
+        raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
+    if not (np.diff(marks, axis=1) >= 0).all():
+        raise OffbeatError("timeline: marks: a step ends before it begins")
+
+
+def _without_cut_step(timeline: Timeline) -> Timeline:
+    """Without the first step, if the last one's communication goes on after it has ended."""
+    sent = np.flatnonzero((timeline.kind == COMMUNICATION) & (timeline.mark_rows >= 0))
+    finish = timeline.marks[timeline.mark_rows[sent], -1]
+    if not (timeline.end[sent] > finish + 0.01 * timeline.step_seconds.mean()).any():
+        return timeline
+    if timeline.marks.shape[1] == 2:
+        note = "communication reaches into the next step, and what reached into the only step is not recorded"
+        return replace(timeline, notes=(*timeline.notes, note))
+    note = "the first step is left out: communication reaches into the next step, and what reached into it is missing"
+    return replace(timeline, marks=timeline.marks[:, 1:], notes=(*timeline.notes, note))
+
+
+class _Segments(NamedTuple):
+    """The pieces of time between consecutive events of each group, from `_segments`."""
+
+    group: Integers
+    start: Floats
+    end: Floats
+    counts: list[Integers]
+    """Per class, how many intervals of it are under way."""
+    first: Integers
+    """Of each interval, the segment it begins with."""
+    past: Integers
+    """Of each interval, the segment after its last one."""
+
+
+def _segments(group: Integers, start: Floats, end: Floats, kind: Integers, classes: int) -> _Segments:
+    time = np.concatenate([start, np.maximum(start, end)])
+    both, intervals = np.concatenate([group, group]), len(start)
+    order = np.lexsort((time, both))
+    place = np.empty(2 * intervals, "i8")
+    place[order] = np.arange(2 * intervals)
+    change = np.repeat(np.array([1, -1]), intervals)[order]
+    kinds = np.concatenate([kind, kind])[order]
+    time, both = time[order], both[order]
+    # From a group's last event to the next group's first nothing is under way.
+    until = np.append(np.where(both[1:] == both[:-1], time[1:], time[:-1]), time[-1:])
+    counts = [np.cumsum(np.where(kinds == number, change, 0)) for number in range(classes)]
+    return _Segments(both, time, until, counts, place[:intervals], place[intervals:])
+
+
+class _Sweep(NamedTuple):
+    """What each moment of the ranks' steps was, and which part of it is due to each communication span."""
+
+    seconds: Floats
+    """By row of `marks`, step and _COMPUTE, _EXPOSED, _WAITING or _IDLE."""
+    overlap: Floats
+    """By row of `marks` and step."""
+    communicating: Integers
+    """Positions of the communication spans of marked ranks."""
+    exposed: Floats
+    """Seconds due to each of these."""
+    waiting: Floats
+
+
+def _sweep(timeline: Timeline, late: Integers) -> _Sweep:
+    ranks, steps = timeline.marks.shape[0], timeline.marks.shape[1] - 1
+    marked = timeline.mark_rows >= 0
+    sent = np.flatnonzero(marked & (timeline.kind == COMMUNICATION))
+    started = np.clip(timeline.start[late[sent]], timeline.start[sent], timeline.end[sent])
+    worker, work_start, work_end = _computing(timeline, marked)
+    sender = timeline.mark_rows[sent]
+    # A step is an interval too, so that no segment lies across a mark.
+    owner = np.repeat(np.arange(ranks), steps)
+    parts = [
+        (sender, started, timeline.end[sent], _EXPOSED),
+        (sender, timeline.start[sent], started, _WAITING),
+        (worker, work_start, work_end, _COMPUTE),
+        (owner, timeline.marks[:, :-1].ravel(), timeline.marks[:, 1:].ravel(), _MARK),
+    ]
+    group, start, end = (np.concatenate([part[column] for part in parts]) for column in range(3))
+    kind = np.repeat([part[3] for part in parts], [len(part[0]) for part in parts])
+    segments = _segments(group, start, end, kind, 4)
+    computing, transferring, waiting, stepping = (segments.counts[number] > 0 for number in range(4))
+    length = np.where(stepping, segments.end - segments.start, 0.0)
+    state = np.select([computing, transferring, waiting], [_COMPUTE, _EXPOSED, _WAITING], _IDLE)
+
+    step = _step_of(timeline.marks, segments)
+    cell = segments.group * steps + step
+    totals: Floats = np.bincount(cell * 4 + state, length, ranks * steps * 4).astype("f8")
+    hidden: Floats = np.bincount(cell, np.where(computing & transferring, length, 0.0), ranks * steps).astype("f8")
+    dues = [
+        _due(segments, np.where(state == which, length / np.maximum(segments.counts[which], 1), 0.0), first, len(sent))
+        for which, first in ((_EXPOSED, 0), (_WAITING, len(sent)))
+    ]
+    return _Sweep(totals.reshape(ranks, steps, 4), hidden.reshape(ranks, steps), sent, dues[0], dues[1])
+
+
+def _computing(timeline: Timeline, marked: NDArray[np.bool_]) -> tuple[Integers, Floats, Floats]:
+    """Row of `marks`, start and end of the intervals in which a track of its rank computes and does not stand still."""
+    work = np.flatnonzero(marked & (timeline.kind != COMMUNICATION))
+    waits = timeline.kind[work] == WAIT
+    if not waits.any():
+        return timeline.mark_rows[work], timeline.start[work], timeline.end[work]
+    tracks = len(timeline.tracks)
+    track: Integers = timeline.mark_rows[work] * tracks + timeline.track[work].astype("i8")
+    segments = _segments(track, timeline.start[work], timeline.end[work], waits.astype("i8"), 2)
+    kept = (segments.counts[0] > 0) & (segments.counts[1] == 0) & (segments.end > segments.start)
+    return segments.group[kept] // tracks, segments.start[kept], segments.end[kept]
+
+
+def _step_of(marks: Floats, segments: _Segments) -> Integers:
+    """Step in which each segment lies; the nearest for one outside of all."""
+    step = np.empty(len(segments.group), "i8")
+    bounds = np.searchsorted(segments.group, np.arange(len(marks) + 1))
+    for rank, row in enumerate(marks):
+        own = slice(bounds[rank], bounds[rank + 1])
+        step[own] = np.searchsorted(row, segments.start[own], side="right") - 1
+    return np.clip(step, 0, marks.shape[1] - 2)
+
+
+def _due(segments: _Segments, weight: Floats, first: int, count: int) -> Floats:
+    """Sum of `weight` over the segments of each of the intervals from number `first`."""
+    total = np.concatenate([[0.0], np.cumsum(weight)])
+    chosen = slice(first, first + count)
+    return total[segments.past[chosen]] - total[segments.first[chosen]]
+
+
+def _rank_times(timeline: Timeline, sweep: _Sweep, late: Integers) -> tuple[RankTime, ...]:
+    mean = sweep.seconds.mean(axis=1)
+    overlap = sweep.overlap.mean(axis=1)
+    count, steps = sweep.overlap.shape
+    last = timeline.mark_rows[late[sweep.communicating]]
+    blamed = np.zeros(count)
+    counted = (last >= 0) & (last != timeline.mark_rows[sweep.communicating])
+    np.add.at(blamed, last[counted], sweep.waiting[counted] / (steps * max(1, count - 1)))
+    return tuple(
+        RankTime(
+            rank=rank,
+            step_seconds=float(mean[row].sum()),
+            compute_seconds=float(mean[row, _COMPUTE]),
+            exposed_seconds=float(mean[row, _EXPOSED]),
+            waiting_seconds=float(mean[row, _WAITING]),
+            idle_seconds=float(mean[row, _IDLE]),
+            overlap_seconds=float(overlap[row]),
+            network_seconds=float(mean[row, _EXPOSED] + overlap[row]),
+            blamed_seconds=float(blamed[row]),
+        )
+        for row, rank in enumerate(timeline.marked_ranks)
+    )
+
+
+def _straggler(ranks: tuple[RankTime, ...], step_seconds: float) -> Straggler | None:
+    """The rank that stands out by more than a fiftieth of the step, or None."""
+    if len(ranks) < 2:
+        return None
+    found = []
+    for field in ("compute_seconds", "blamed_seconds"):
+        values = np.array([getattr(rank, field) for rank in ranks])
+        most = int(values.argmax())
+        # Chance makes every rank the last now and then, so only what exceeds the others counts.
+        found.append((float(values[most] - np.median(np.delete(values, most))), most))
+    (longer, slowest), (later, last) = found
+    least = _STRAGGLER_SHARE * step_seconds
+    if longer > least and (slowest == last or longer >= later):
+        return Straggler(ranks[slowest].rank, longer, "compute")
+    return Straggler(ranks[last].rank, later, "lateness") if later > least else None
+
+
+def _blame(timeline: Timeline, sweep: _Sweep, most: int) -> tuple[Blame, ...]:
+    ranks, steps = sweep.overlap.shape
+    sent = sweep.communicating
+    name, marks = timeline.name[sent], timeline.marks[timeline.mark_rows[sent]]
+    inside = (timeline.start[sent] >= marks[:, 0]) & (timeline.start[sent] < marks[:, -1])
+    exposed, waiting, size = (
+        np.bincount(name, weights, len(timeline.names)) / (ranks * steps)
+        for weights in (sweep.exposed, sweep.waiting, np.where(inside, timeline.bytes[sent], 0))
+    )
+    worst = sorted(np.unique(name).tolist(), key=lambda number: (-exposed[number], -waiting[number], number))
+    return tuple(
+        Blame(timeline.names[number], float(exposed[number]), float(waiting[number]), round(size[number]))
+        for number in worst[:most]
+        # What remains of a difference of sums is no time.
+        if exposed[number] > 1e-12 or waiting[number] > 1e-12
+    )
+
+
+def _critical_shares(timeline: Timeline) -> tuple[dict[str, float], dict[int, float]]:
+    """Each moment of the path belongs to the earliest of its spans that is under way."""
+    positions = timeline.critical if timeline.critical is not None else critical_positions(timeline)
+    if not len(positions):
+        return {}, {}
+    start, end = timeline.start[positions], np.maximum.accumulate(timeline.end[positions])
+    covered = np.append(start[0], end[:-1])
+    seconds = np.maximum(0.0, end - np.maximum(start, covered))
+    total = float(end[-1] - start[0])
+    if total <= 0:
+        return {}, {}
+    kinds = np.bincount(timeline.kind[positions], seconds, len(KINDS)) / total
+    by_kind: dict[str, float] = {kind: float(share) for kind, share in zip(KINDS, kinds, strict=True) if share}
+    idle = 1.0 - float(kinds.sum())
+    if idle > 1e-9:
+        by_kind["idle"] = idle
+    present, number = np.unique(timeline.rank[positions], return_inverse=True)
+    shares = np.bincount(number, seconds) / total
+    return by_kind, {int(rank): float(share) for rank, share in zip(present, shares, strict=True)}
+
+
+def _notes(timeline: Timeline, sweep: _Sweep) -> tuple[str, ...]:
+    count = len(timeline.marks)
+    notes = []
+    silent = sorted(set(timeline.marked_ranks) - set(np.unique(timeline.rank[sweep.communicating]).tolist()))
+    if count > 1 and len(silent) == count:
+        notes.append(
+            f"no communication span was recorded on any of the {count} ranks: communication is unknown, not zero, and "
+            "counts as idle time"
+        )
+    elif count > 1 and silent:
+        notes.append(f"no communication span was recorded on {_list(silent)}: there it counts as idle time")
+    unmatched = int((timeline.task[sweep.communicating] < 0).sum())
+    if count > 1 and unmatched:
+        notes.append(
+            f"{unmatched} communication spans have no task number: waiting for stragglers within them counts as "
+            "exposed communication"
+        )
+    unmarked = sorted(set(timeline.ranks) - set(timeline.marked_ranks))
+    if unmarked:
+        notes.append(f"{_list(unmarked)} left out for want of step marks")
+    return tuple(notes)
+
+
+def _list(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _summary(diagnosis: Diagnosis) -> list[str]:
+    count = len(diagnosis.ranks)
+    ranks, steps = f"{count} rank{'s' * (count > 1)}", f"{diagnosis.steps} step{'s' * (diagnosis.steps > 1)}"
+    lines = [f"{diagnosis.source} step of {_show(diagnosis.step_seconds)} on {ranks}, mean of {steps}"]
+    if diagnosis.ideal_seconds:
+        ratio = diagnosis.step_seconds / diagnosis.ideal_seconds
+        ideal = _show(diagnosis.ideal_seconds)
+        lines.append(f"ideal, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}x that")
+    if count > 1 and not diagnosis.communication_seen:
+        lines.append("communication: NOT RECORDED, so the ideal and what is exposed are unknown")
+    return lines
+
+
+def _table(ranks: tuple[RankTime, ...]) -> list[str]:
+    columns = ("compute", "exposed", "waiting", "idle", "overlap")
+    lines = [f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)]
+    shown = ranks
+    if len(ranks) > _MOST_RANKS_SHOWN:
+        shown = tuple(sorted(ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN])
+    for rank in shown:
+        values = (_show(getattr(rank, f"{column}_seconds")) for column in columns)
+        lines.append(f"{rank.rank:>5}" + "".join(f"{value:>12}" for value in values))
+    if len(shown) < len(ranks):
+        lines.append(f"      and {len(ranks) - len(shown)} ranks that compute less")
+    return lines
+
+
+def _findings(diagnosis: Diagnosis) -> list[str]:
+    straggler = diagnosis.straggler
+    if straggler is None:
+        lines = ["straggler: none"]
+    elif straggler.reason == "compute":
+        lines = [f"straggler: rank {straggler.rank} computes {_show(straggler.seconds)} longer than the others"]
+    else:
+        lines = [f"straggler: the others wait {_show(straggler.seconds)} per step for rank {straggler.rank}"]
+    lines += [
+        f"  {blame.name} ({format_bytes(blame.bytes)}): {_show(blame.exposed_seconds)} exposed, "
+        f"{_show(blame.waiting_seconds)} waiting"
+        for blame in diagnosis.blame
+    ]
+    if diagnosis.critical_by_kind:
+        kinds = sorted(diagnosis.critical_by_kind.items(), key=lambda item: -item[1])
+        lines.append("critical path: " + ", ".join(f"{kind} {share:.0%}" for kind, share in kinds))
+    return lines + [f"note: {note}" for note in diagnosis.notes]
+
+
+def _show(seconds: float) -> str:
+    """To the nanosecond, so that the rounding errors of sums are not shown."""
+    return format_seconds(round(seconds, 9))

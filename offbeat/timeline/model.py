@@ -1,0 +1,219 @@
+"""Timeline: what every rank and link did in some steps, predicted or measured, on one clock.
+
+Spans are kept as columns, so that a million of them stay small and quick; `Timeline.spans` shows them one by one. Times
+are seconds since the timeline's own zero. A collective has one span on each participant, all with the same `task`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+
+Kind = Literal["forward", "backward", "optimizer", "communication", "update", "wait", "other"]
+KINDS: tuple[Kind, ...] = ("forward", "backward", "optimizer", "communication", "update", "wait", "other")
+"""What a span is; 'update' is an optimizer step of one message, 'wait' time in which a rank stood still."""
+
+COMPUTE = "compute"
+NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on one track of one rank."""
+
+    rank: int
+    track: str
+    """'compute', 'network', or another queue of that rank, such as a second stream."""
+    kind: Kind
+    name: str
+    start: float
+    end: float
+    step: int
+    """Number of the step it belongs to; -1 if none."""
+    queued: float | None
+    """When a collective was ready to go; None where unknown."""
+    bytes: int
+    task: int
+    """Number of the collective within its step, the same on every participant; -1 for compute."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def _column(dtype: str) -> NDArray:
+    return np.empty(0, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Spans of all ranks on one clock, as columns of equal length."""
+
+    names: tuple[str, ...] = ()
+    tracks: tuple[str, ...] = (COMPUTE, NETWORK)
+    start: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
+    end: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
+    rank: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    track: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    """Index into `tracks`."""
+    kind: NDArray[np.int8] = field(default_factory=lambda: _column("i1"))
+    """Index into `KINDS`."""
+    name: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    """Index into `names`."""
+    step: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    queued: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
+    """NaN where unknown."""
+    bytes: NDArray[np.int64] = field(default_factory=lambda: _column("i8"))
+    task: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    marks: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """Per rank, in order of `marked_ranks`, when its steps began and the last ended: shape (ranks, steps + 1)."""
+    peak_memory: tuple[int, ...] = ()
+    """Bytes per rank; empty where unknown."""
+    critical: NDArray[np.int64] | None = None
+    """Positions of the spans on the critical path, in time order, where replay has found it."""
+    source: Literal["predicted", "measured"] = "measured"
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+
+    def __post_init__(self) -> None:
+        for column in ("end", "rank", "track", "kind", "name", "step", "queued", "bytes", "task"):
+            length = len(getattr(self, column))
+            if length != len(self.start):
+                raise OffbeatError(f"timeline: column {column!r} has {length} entries, 'start' has {len(self.start)}")
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, position: int) -> Span:
+        queued = float(self.queued[position])
+        return Span(
+            rank=int(self.rank[position]),
+            track=self.tracks[self.track[position]],
+            kind=KINDS[self.kind[position]],
+            name=self.names[self.name[position]],
+            start=float(self.start[position]),
+            end=float(self.end[position]),
+            step=int(self.step[position]),
+            queued=None if np.isnan(queued) else queued,
+            bytes=int(self.bytes[position]),
+            task=int(self.task[position]),
+        )
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        return (self[position] for position in range(len(self)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in np.unique(self.rank))
+
+    @cached_property
+    def marked_ranks(self) -> tuple[int, ...]:
+        """Rank of each row of `marks`: those that have spans, in order; 0, 1, 2 and so on where some have none."""
+        rows = len(self.marks)
+        return self.ranks if len(self.ranks) == rows else tuple(range(rows))
+
+    @cached_property
+    def mark_rows(self) -> NDArray[np.int64]:
+        """For each span the row of `marks` of its rank; -1 if it has none."""
+        marked = np.array(self.marked_ranks, "i8")
+        row = np.searchsorted(marked, self.rank)
+        found = row < len(marked)
+        found[found] = marked[row[found]] == self.rank[found]
+        return np.where(found, row, -1)
+
+    @cached_property
+    def step_seconds(self) -> NDArray[np.float64]:
+        """Seconds of each step: the mean over ranks."""
+        return np.diff(self.marks, axis=1).mean(axis=0) if self.marks.size else np.empty(0)
+
+    @property
+    def iteration_time(self) -> float:
+        """Seconds of a typical step: the median over steps."""
+        if not len(self.step_seconds):
+            raise OffbeatError("timeline: it has no step marks, so its iteration time is unknown")
+        return float(np.median(self.step_seconds))
+
+    def select(self, chosen: NDArray[np.bool_]) -> "Timeline":
+        """The spans where `chosen` is true."""
+        columns = ("start", "end", "rank", "track", "kind", "name", "step", "queued", "bytes", "task")
+        return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in columns})
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of spans that determines the length of the last step, in time order."""
+        from offbeat.timeline.critical import critical_positions
+
+        positions = self.critical if self.critical is not None else critical_positions(self)
+        return tuple(self[int(position)] for position in positions)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes Chrome's trace format, which Perfetto opens too; '.gz' is compressed."""
+        from offbeat.timeline.chrome import write
+
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Timeline":
+        """Reads what `save` wrote."""
+        from offbeat.timeline.chrome import read
+
+        return read(path)
+
+
+class Builder:
+    """Collects spans one by one and makes the columns."""
+
+    def __init__(self, tracks: tuple[str, ...] = (COMPUTE, NETWORK)) -> None:
+        self.rows: list[tuple[float, float, int, int, int, int, int, float, int, int]] = []
+        self.names: dict[str, int] = {}
+        self.tracks: dict[str, int] = {track: number for number, track in enumerate(tracks)}
+
+    def add(
+        self,
+        rank: int,
+        track: str,
+        kind: Kind,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        step: int = -1,
+        queued: float = float("nan"),
+        bytes: int = 0,
+        task: int = -1,
+    ) -> None:
+        name_index = self.names.setdefault(name, len(self.names))
+        track_index = self.tracks.setdefault(track, len(self.tracks))
+        self.rows.append((start, end, rank, track_index, KINDS.index(kind), name_index, step, queued, bytes, task))
+
+    def build(
+        self,
+        marks: NDArray[np.float64] | None = None,
+        source: Literal["predicted", "measured"] = "measured",
+        notes: tuple[str, ...] = (),
+    ) -> Timeline:
+        columns = list(zip(*self.rows, strict=True)) or [()] * 10
+        start, end, rank, track, kind, name, step, queued, size, task = columns
+        return Timeline(
+            names=tuple(self.names),
+            tracks=tuple(self.tracks),
+            start=np.array(start, "f8"),
+            end=np.array(end, "f8"),
+            rank=np.array(rank, "i4"),
+            track=np.array(track, "i4"),
+            kind=np.array(kind, "i1"),
+            name=np.array(name, "i4"),
+            step=np.array(step, "i4"),
+            queued=np.array(queued, "f8"),
+            bytes=np.array(size, "i8"),
+            task=np.array(task, "i4"),
+            marks=np.empty((0, 0)) if marks is None else marks,
+            source=source,
+            notes=notes,
+        )

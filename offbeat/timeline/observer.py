@@ -1,0 +1,20 @@
+"""Observer: what the runtime tells of its work while it runs, so that it need not know who records it."""
+
+from typing import Protocol
+
+from offbeat.plan import Task
+from offbeat.timeline.model import Kind
+
+
+class Observer(Protocol):
+    """Is told of spans as they end. Times are `time.perf_counter` seconds of this process.
+
+    Calls come from the training thread and from threads of the communication backend; they must be cheap and must not
+    raise.
+    """
+
+    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+        """A collective of the plan: when it could go, when the backend got it, when it had ended."""
+
+    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+        """This rank waited for messages, or updated what they brought; no messages means all of them."""
