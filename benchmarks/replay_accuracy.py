@@ -183,10 +183,9 @@ def predict_cross(folder: Path, rows: list[dict]) -> None:
             continue
         name, _, bucket = row["strategy"].partition(" ")
         options = {"bucket": bucket, "first_bucket": bucket} if bucket else {}
-        strategy = build_strategy(name, profile.graph, profile.cluster, **options)
-        plan = lower(profile.graph, profile.cluster, strategy.model_copy(update={"cluster": "", "graph": ""}))
-        costs = profile.costs.scaled(bandwidth=row["bandwidth"] / source["bandwidth"])
-        predicted = simulate(plan, costs, memory=False).iteration_time
+        there = profile.with_links(bandwidth=row["bandwidth"] / source["bandwidth"])
+        strategy = build_strategy(name, there.graph, there.cluster, **options)
+        predicted = simulate(lower(there.graph, there.cluster, strategy), there.costs, memory=False).iteration_time
         row["cross"] = round(predicted * 1e3 / row["measured_ms"] - 1, 4)
         single = lower(profile.graph, profile.cluster, build_strategy("wfbp", profile.graph, profile.cluster))
         naive = simulate(single, daydream(single, row["bandwidth"], profile.costs), memory=False).iteration_time

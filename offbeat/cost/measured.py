@@ -66,7 +66,8 @@ class Costs:
             return 0.0, 0.0
         fit = self.collectives.get((task.kind, participants))
         if fit is not None:
-            return fit.occupied(task.wire_bytes), fit.latency_seconds
+            hidden = fit.latency_seconds if in_flight > 1 else 0.0
+            return fit.occupied(task.wire_bytes) + fit.latency_seconds - hidden, hidden
         bandwidth = cluster.ring_bandwidth(task.ranks)
         constant = latency_steps(task.kind, participants) * cluster.ring_latency(task.ranks)
         hidden = constant * OVERLAPPED_SHARE if in_flight > 1 else 0.0

@@ -48,6 +48,14 @@ class Profile:
         """Median step, as measured."""
         return self.timeline.iteration_time
 
+    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Profile":
+        """The same job on links with so many times the bandwidth and the latency."""
+        nodes = tuple(
+            node.model_copy(update={"bandwidth": node.bandwidth * bandwidth, "latency": node.latency * latency})
+            for node in self.cluster.nodes
+        )
+        return replace(self, cluster=self.cluster.replace(nodes=nodes), costs=self.costs.scaled(bandwidth, latency))
+
 
 def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profile:
     """Reads a folder that the recorder wrote; with `aligned` off every rank keeps its own clock."""
@@ -73,7 +81,7 @@ def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profil
         update_seconds_per_byte=per_byte,
     )
     costs = replace(costs, collectives=_fit_collectives(steady, costs))
-    cluster = _cluster(Path(folder), steady)
+    cluster = _cluster(Path(folder), steady[0].world, costs)
     if steady[0].world > 1 and not any(step.communication for trace in steady for step in trace.steps):
         notes.append(f"{folder}: {steady[0].world} ranks, but no communication was seen in their traces")
     return Profile(timeline, graph, cluster, strategy, costs, traces[0].job, tuple(notes))
@@ -287,8 +295,15 @@ def _strategy(folder: Path, traces: list[RankTrace], graph: ModelGraph) -> Strat
     return Strategy(name=traces[0].job, variables=configs, schedule=Schedule(mode="barrier"))
 
 
-def _cluster(folder: Path, traces: list[RankTrace]) -> ClusterSpec:
+def _cluster(folder: Path, world: int, costs: Costs) -> ClusterSpec:
+    """The cluster's own file, or equal nodes behind links as fast as the job's all-reduces found them."""
     written = folder / "cluster.yaml"
     if written.exists():
         return ClusterSpec.load(written)
-    return ClusterSpec.homogeneous(nodes=traces[0].world, devices_per_node=1)
+    fit = costs.collectives.get(("all_reduce", world))
+    if fit is None or not fit.seconds_per_byte:
+        return ClusterSpec.homogeneous(nodes=world, devices_per_node=1)
+    bandwidth = 2 * (world - 1) / world / fit.seconds_per_byte
+    return ClusterSpec.homogeneous(
+        nodes=world, devices_per_node=1, bandwidth=bandwidth, latency=fit.overhead_seconds + fit.latency_seconds
+    )

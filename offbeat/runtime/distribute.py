@@ -112,28 +112,58 @@ class Runtime:
         self.model_class: Any = type(model)
         self.optimizer = optimizer
         self.optimizer_class = type(optimizer)
-        self.plan = plan
+        self.timeout = timeout
         self.parameters = _variables(model, plan)
+        mode, reason = self._check(plan)
+        beacon.light(plan.replicas)
+        share_state(model)
+        self._attach(plan, mode, reason)
+        apply_memory_strategy(model, plan.strategy, self.engine)
+        self._mix_in()
+        self.engine.step_hooks.append(self._after_first_step)
+
+    def _check(self, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
+        """Raises StrategyError unless this model, its optimizer and all ranks can run the plan; else the mode and why."""
         _check_optimizer(plan, self.optimizer_class)
         _check_stations(plan)
         _check_ranks_agree(plan)
-        beacon.light(plan.replicas)
-        share_state(model)
-        channels = Channels(plan, dist.get_backend(), timeout, _next_generation())
-        parcels = make_parcels(model, plan, channels, self.parameters, self.optimizer_class)
-        mode, reason = choose_mode(model, optimizer, plan)
-        self.engine = Engine(plan, parcels, self.parameters, optimizer, self.optimizer_class, channels, mode)
-        apply_memory_strategy(model, plan.strategy, self.engine)
-        self.gate = ForwardGate(model, self.engine)
-        self.buffers = BufferKeeper(model, channels.control, root=plan.replicas[0])
+        return choose_mode(self.model, self.optimizer, plan)
+
+    def _attach(self, plan: Plan, mode: Literal["deferred", "barrier"], reason: str) -> None:
+        self.plan = plan
+        channels = Channels(plan, dist.get_backend(), self.timeout, _next_generation())
+        parcels = make_parcels(self.model, plan, channels, self.parameters, self.optimizer_class)
+        self.engine = Engine(plan, parcels, self.parameters, self.optimizer, self.optimizer_class, channels, mode)
+        self.gate = ForwardGate(self.model, self.engine)
+        self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
         self.engine.backward_hooks.append(self.buffers.send)
         self.gate.before_forward.append(self._receive_buffers)
         self.retimer: Retimer | None = None
-        self._mix_in()
         if mode == "deferred" or not self.engine.all_replicated:
             self.engine.attach_guards()
+        log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
+
+    def switch(self, plan: Plan) -> None:
+        """Goes on with another plan from the next step on. Parameters and optimizer state stay as they are.
+
+        Every rank must call it between two steps, with the same plan.
+        """
+        before = self.plan.strategy
+        for aspect in ("recompute", "fusion", "accumulation"):
+            if getattr(plan.strategy, aspect) != getattr(before, aspect):
+                raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
+        mode, reason = self._check(plan)
+        old, gate = self.engine, self.gate
+        old.drain()
+        self._receive_buffers()
+        state = gather_state(old)
+        old.detach()
+        gate.detach()
+        self._attach(plan, mode, reason)
+        self.gate.adopt(gate)
+        scatter_state(self.engine, state)
         self.engine.step_hooks.append(self._after_first_step)
-        log.info("offbeat starts in %s mode: %s", mode, reason)
+        self._after_first_step()
 
     def _receive_buffers(self) -> None:
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):

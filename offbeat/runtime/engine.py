@@ -637,6 +637,8 @@ class Engine:
             self.server.close()
         for handle in self._handles:
             handle.remove()
+        for parcel in self.parcels:
+            parcel.release()
         for parameter in self.parameters.values():
             unguard(parameter)
         self.channels.close()

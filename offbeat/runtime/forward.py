@@ -57,6 +57,8 @@ class ForwardGate:
         self.names = {id(parameter): name for name, parameter in engine.parameters.items()}
         self.watching: FirstUses | None = None
         self.watched = False
+        self.first: dict[str, torch.nn.Module | None] = {}
+        """Innermost module at the watched first use of each parameter."""
         self.use_order: dict[str, int] = {}
         """Place of each variable in the order in which the watched forward used them."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
@@ -124,13 +126,21 @@ class ForwardGate:
         watching.__exit__(None, None, None)
         for handle in self._watch_handles:
             handle.remove()
+        self._know(watching.first, watching.order)
+
+    def adopt(self, other: "ForwardGate") -> None:
+        """Takes over what another gate of the same model has watched."""
+        if other.watched:
+            self._know(other.first, other.use_order)
+
+    def _know(self, first_uses: dict[str, torch.nn.Module | None], order: dict[str, int]) -> None:
         self.watched = True
-        self.use_order = watching.order
+        self.first, self.use_order = first_uses, order
         for name, parameter in self.engine.parameters.items():
-            first = watching.first.get(name)
+            first = first_uses.get(name)
             if first is not None:
                 self._add_wait(first, parameter)
-            elif name in watching.first or name not in watching.order:
+            elif name in first_uses or name not in order:
                 # Used outside every module, or by what cannot be told: the whole model waits.
                 self._add_wait(self.model, parameter)
 

@@ -133,6 +133,9 @@ class Parcel:
             self.wait(task)
         self.loaded = False
 
+    def release(self) -> None:
+        """Takes its hooks off the model."""
+
     def update_units(self) -> list[Unit]:
         """What this rank updates on behalf of all."""
         return []

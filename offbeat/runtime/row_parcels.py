@@ -233,6 +233,9 @@ class FactorParcel(Parcel):
         self.hook = layer.register_forward_hook(self._keep)
         self.recording: Callable[[], bool] = lambda: True
 
+    def release(self) -> None:
+        self.hook.remove()
+
     def _keep(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad and torch.is_grad_enabled() and self.recording():
             given = inputs[0].detach()

@@ -18,6 +18,7 @@ import clipping
 import encoding
 import features
 import refusals
+import switching
 import torch
 import torch.distributed as dist
 import training
@@ -26,7 +27,7 @@ import offbeat
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
-    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals)
+    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals, switching)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
 }

@@ -121,7 +121,7 @@ def test_schedule(name: str):
         "wfbp": Schedule(mode="barrier"),
         "tictac": Schedule(policy="priority"),
         "byteps": Schedule(policy="priority"),
-        "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20),
+        "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20, in_flight=1),
     }
     assert build_strategy(name, MIXED, FOUR).schedule == expected.get(name, Schedule())
 

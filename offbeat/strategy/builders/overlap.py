@@ -22,13 +22,14 @@ def build(
     *,
     bucket: str | float = "1MiB",
     slice_bytes: str | float = "2MiB",
-    in_flight: int = 2,
+    in_flight: int = 1,
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
     gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
-    urgent message waits for one slice at the most.
+    urgent message waits for one slice at the most. One collective is under way at a time: two would share the link, and
+    each round of the urgent one's ring would queue behind the other's bytes.
     """
     dense = [variable for variable in graph.gradient_order if not variable.sparse]
     configs = fused(_messages(dense, bytes_option("bucket", bucket)))

@@ -1,0 +1,39 @@
+"""One strategy after another in one run → how far training ends up from its reference. Runs on every rank."""
+
+from typing import Any
+
+import small_models
+import torch
+import torch.distributed as dist
+from training import _cluster, _distributed, _graph, _parameters, _quick_setup, _reference, _shared, _strategy
+
+from offbeat.plan import lower
+
+
+def switch(model: str, optimizer: str, builders: list[str], steps: int = 3) -> dict[str, Any]:
+    """Trains `steps` steps with each builder's strategy, in one run."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    graph, cluster = _graph(model, torch.float64, optimizer), _cluster(None)
+    total = steps * len(builders)
+    equal, sizes = (1.0,) * world, (4,) * world
+    key = (model, optimizer, "float64", total, world, equal, sizes)
+    expected = _shared(key, lambda: _reference(model, optimizer, torch.float64, total, world, equal, sizes))
+    net = small_models.make(model, torch.float64, seed=rank)
+    trainer = small_models.make_optimizer(optimizer, net.parameters())
+    strategies = [_strategy({"builder": builder}, graph, cluster, None) for builder in builders]
+    example = small_models.batch(model, 0, rank, torch.float64)
+    with (
+        _quick_setup(model, torch.float64, optimizer),
+        _distributed(net, trainer, strategies[0], example, cluster),
+    ):
+        runtime = net._offbeat
+        for step in range(total):
+            if step and step % steps == 0:
+                runtime.switch(lower(graph, cluster, strategies[step // steps], rank=rank))
+            trainer.zero_grad()
+            net(*small_models.batch(model, step, rank, torch.float64)).backward()
+            trainer.step()
+        error = (_parameters(net) - expected).abs().max().item()
+        runtime.engine.detach()
+        runtime.gate.detach()
+    return {"error": error}

@@ -1,0 +1,20 @@
+"""A job may change its plan between two steps without changing what it computes."""
+
+import pytest
+from harness import Pools
+
+CHANGES = [
+    ("mlp", "sgd", ["overlap", "ddp", "overlap"]),
+    ("cnn", "adamw", ["ddp", "sharded", "overlap"]),
+    ("mlp", "adamw", ["ps_load_balanced", "all_reduce", "uneven_partitioned_ps"]),
+    ("transformer", "sgd", ["poseidon", "overlap", "partitioned_all_reduce"]),
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "builders"), CHANGES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_switch_changes_nothing_but_the_plan(
+    pools: Pools, ranks: int, model: str, optimizer: str, builders: list[str]
+) -> None:
+    answers = pools(ranks).call("switch", model=model, optimizer=optimizer, builders=builders, timeout=60)
+    assert max(answer["error"] for answer in answers) <= 1e-10
