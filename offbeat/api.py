@@ -18,7 +18,8 @@ from offbeat.plan import lower
 from offbeat.runtime.channel import Channel
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Strategy, build_strategy, builders
+from offbeat.runtime.sharded import ShardedRuntime
+from offbeat.strategy import Strategy, build_strategy, builders, check_fits
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -39,8 +40,10 @@ def distribute(
     """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
 
     `strategy` is "auto", a builder's name, the path of a strategy file, or a Strategy. With `example_inputs` (one
-    replica's batch) the step is captured first, so that strategies which depend on its operators can be built. The
-    process group is the user's, or made from the launcher's environment. Returns the same two objects.
+    replica's batch) the step is captured first, so that strategies which depend on its operators can be built. "auto"
+    starts with a plan that fits the link as measured, records some steps, and moves to a better plan if there is one
+    (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
+    objects.
     """
     join_job(timeout)
     world = dist.get_world_size()
@@ -49,8 +52,18 @@ def distribute(
         raise OffbeatError(f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world} ranks")
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
     chosen = resolve_strategy(strategy, graph, cluster)
+    if chosen.operators:
+        if example_inputs is not None:
+            check_fits(chosen, graph, cluster)
+        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
+        return model, optimizer
     plan = lower(graph, cluster, chosen, rank=dist.get_rank())
-    Runtime(model, optimizer, plan, timeout or timedelta(minutes=10))
+    runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10))
+    if strategy == "auto" and world > 1 and next(model.parameters()).device.type == "cpu":
+        # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
+        from offbeat.online import Tuner
+
+        Tuner(runtime, graph, cluster)
     return model, optimizer
 
 

@@ -9,16 +9,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.timeline import Kind
+
 _CALLS = {
-    # name: (kind, position of the tensor that each rank puts in)
-    "all_reduce": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "all_gather_into_tensor": ("all_gather", 1),
-    "all_gather": ("all_gather", 1),
-    "reduce_scatter_tensor": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
+    # name: (kind, position and name of the tensor that each rank puts in)
+    "all_reduce": ("all_reduce", 0, "tensor"),
+    "reduce": ("reduce", 0, "tensor"),
+    "broadcast": ("broadcast", 0, "tensor"),
+    "all_gather_into_tensor": ("all_gather", 1, "input_tensor"),
+    "all_gather_single": ("all_gather", 1, "input_tensor"),
+    "all_gather": ("all_gather", 1, "tensor"),
+    "reduce_scatter_tensor": ("reduce_scatter", 1, "input"),
+    "reduce_scatter_single": ("reduce_scatter", 1, "input"),
+    "all_to_all_single": ("all_to_all", 1, "input"),
 }
+"""FSDP2 calls the `_single` ones, which older releases of torch do not have."""
+
+
+LEAST_WAIT_SECONDS = 2e-5
+"""Shorter waits are not worth a note."""
 
 
 class Sink(Protocol):
@@ -27,6 +36,8 @@ class Sink(Protocol):
     def collective(
         self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
     ) -> None: ...
+
+    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None: ...
 
 
 def listen_to_buckets(model: DistributedDataParallel, sink: Sink) -> bool:
@@ -57,27 +68,37 @@ def listen_to_buckets(model: DistributedDataParallel, sink: Sink) -> bool:
 
 
 class CollectiveListener:
-    """Stands between the job and the functions of torch.distributed until it is removed."""
+    """Stands between the job and torch.distributed until it is removed: notes collectives, and waits for them."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.count = 0
+        self.inside = False
+        """One function may call another; the outermost counts."""
         self.originals: dict[str, Callable[..., Any]] = {}
         for name in _CALLS:
-            self.originals[name] = getattr(dist, name)
-            setattr(dist, name, self._listening(name, self.originals[name]))
+            if hasattr(dist, name):
+                self.originals[name] = getattr(dist, name)
+                setattr(dist, name, self._listening(name, self.originals[name]))
+        self.wait = dist.Work.wait
+        dist.Work.wait = self._waiting(self.wait)
 
     def _listening(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        kind, place = _CALLS[name]
+        kind, place, keyword = _CALLS[name]
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return original(*args, **kwargs)
             queued = time.perf_counter()
-            work = original(*args, **kwargs)
-            tensor = args[place] if len(args) > place else None
+            self.inside = True
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                self.inside = False
+            tensor = args[place] if len(args) > place else kwargs.get(keyword)
             size = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
-            group = kwargs.get("group")
-            ranks = dist.get_world_size(group)
+            ranks = dist.get_world_size(kwargs.get("group"))
             number, self.count = self.count, self.count + 1
 
             def ended(*_: Any) -> None:
@@ -85,12 +106,27 @@ class CollectiveListener:
 
             if work is None:
                 ended()
+                self.sink.local("wait", (), queued, time.perf_counter())
             else:
                 work.get_future().add_done_callback(ended)
             return work
 
         return call
 
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                end = time.perf_counter()
+                if not self.inside and end - begin > LEAST_WAIT_SECONDS:
+                    self.sink.local("wait", (), begin, end)
+
+        return wait
+
     def remove(self) -> None:
         for name, original in self.originals.items():
             setattr(dist, name, original)
+        dist.Work.wait = self.wait

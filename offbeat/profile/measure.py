@@ -6,7 +6,7 @@ then over ranks; a rank that is slower than the others keeps its factor (`Costs.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -27,6 +27,8 @@ from offbeat.timeline import Timeline
 WARM_UP_STEPS = 3
 MOST_CORRECTED = 2.0
 """By which factor a job's own collectives may correct what was calibrated."""
+ANYWHERE = {"graph": "", "cluster": ""}
+"""A strategy that ran fits the graph measured while it did, whatever it was made for."""
 STRAGGLER = 0.03
 """A rank counts as slower (or faster) than the others beyond this share."""
 
@@ -60,31 +62,57 @@ class Profile:
 def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profile:
     """Reads a folder that the recorder wrote; with `aligned` off every rank keeps its own clock."""
     traces, notes = read_traces(folder)
-    steady = [replace(trace, steps=_steady(trace)) for trace in traces]
-    if aligned:
-        steady, alignment = align(steady)
-        notes += alignment.notes if alignment else ()
-    timeline = to_timeline(steady, notes)
-    graph = measured_graph(steady)
-    calibration = Path(folder) / "calibration.json"
-    costs = Costs()
+    costs, strategy, cluster = Costs(), None, None
+    calibration, chosen, described = (
+        Path(folder) / name for name in ("calibration.json", "strategy.json", "cluster.yaml")
+    )
     if calibration.exists():
         raw = files.read_json(calibration, "calibration")
         costs = Costs.from_dict(raw.get("costs") if isinstance(raw, dict) else None, str(calibration))
-    strategy = _strategy(Path(folder), steady, graph)
+    if chosen.exists():
+        strategy = Strategy.load(chosen)
+    if described.exists():
+        cluster = ClusterSpec.load(described)
+    return make_profile(traces, costs, strategy, cluster, notes, aligned=aligned)
+
+
+def make_profile(
+    traces: list[RankTrace],
+    costs: Costs,
+    strategy: Strategy | None = None,
+    cluster: ClusterSpec | None = None,
+    notes: Sequence[str] = (),
+    *,
+    aligned: bool = True,
+) -> Profile:
+    """What traces tell of a job. `costs` are what was calibrated before; without a strategy DDP's buckets are one."""
+    said = list(notes)
+    steady = [replace(trace, steps=_steady(trace)) for trace in traces]
+    if aligned:
+        steady, alignment = align(steady)
+        said += alignment.notes if alignment else ()
+    graph = measured_graph(steady)
     per_call, per_byte = _update_costs(steady, graph)
     costs = replace(
         costs,
+        collectives=_fit_collectives(steady, costs),
         gap_seconds=_gap_seconds(steady),
         compute_scale=_compute_scale(steady),
         update_call_seconds=per_call,
         update_seconds_per_byte=per_byte,
     )
-    costs = replace(costs, collectives=_fit_collectives(steady, costs))
-    cluster = _cluster(Path(folder), steady[0].world, costs)
-    if steady[0].world > 1 and not any(step.communication for trace in steady for step in trace.steps):
-        notes.append(f"{folder}: {steady[0].world} ranks, but no communication was seen in their traces")
-    return Profile(timeline, graph, cluster, strategy, costs, traces[0].job, tuple(notes))
+    world = steady[0].world
+    if world > 1 and not any(step.communication for trace in steady for step in trace.steps):
+        said.append(f"{world} ranks, but no communication was seen in their traces")
+    return Profile(
+        timeline=to_timeline(steady, said),
+        graph=graph,
+        cluster=cluster or _cluster(world, costs),
+        strategy=_bucket_strategy(steady, graph) if strategy is None else strategy.model_copy(update=ANYWHERE),
+        costs=costs,
+        job=traces[0].job,
+        notes=tuple(said),
+    )
 
 
 def _steady(trace: RankTrace) -> tuple[Step, ...]:
@@ -130,6 +158,27 @@ def measured_graph(traces: list[RankTrace]) -> ModelGraph:
         variables=tuple(variables),
         source="hooks",
         optimizer_slots=1,
+    )
+
+
+def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
+    """The measured graph with all that another graph of the same model knows of its variables."""
+    seen = {variable.name: variable for variable in measured.variables}
+    known = {variable.name: variable for variable in base.variables}
+    variables = [
+        replace(known.get(name, variable), first_use=variable.first_use, gradient_from=variable.gradient_from)
+        for name, variable in seen.items()
+    ]
+    variables += [replace(v, first_use=None, gradient_from=None) for name, v in known.items() if name not in seen]
+    compute = tuple(operator for operator in measured.operators if operator.phase != "optimizer")
+    updates = update_operators(variables, base.optimizer, base.optimizer_slots)
+    return replace(
+        measured,
+        operators=compute + updates,
+        variables=tuple(variables),
+        constants=base.constants,
+        optimizer=base.optimizer,
+        optimizer_slots=base.optimizer_slots,
     )
 
 
@@ -278,11 +327,8 @@ def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[
     return services
 
 
-def _strategy(folder: Path, traces: list[RankTrace], graph: ModelGraph) -> Strategy:
-    """The strategy that ran: Offbeat's own file, or DDP's buckets as they were seen."""
-    written = folder / "strategy.json"
-    if written.exists():
-        return Strategy.load(written).model_copy(update={"graph": "", "cluster": ""})
+def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
+    """DDP's buckets as they were seen."""
     groups: dict[str, int] = {}
     for row in traces[0].steps[-1].communication:
         for name in row.name.split(","):
@@ -295,11 +341,8 @@ def _strategy(folder: Path, traces: list[RankTrace], graph: ModelGraph) -> Strat
     return Strategy(name=traces[0].job, variables=configs, schedule=Schedule(mode="barrier"))
 
 
-def _cluster(folder: Path, world: int, costs: Costs) -> ClusterSpec:
-    """The cluster's own file, or equal nodes behind links as fast as the job's all-reduces found them."""
-    written = folder / "cluster.yaml"
-    if written.exists():
-        return ClusterSpec.load(written)
+def _cluster(world: int, costs: Costs) -> ClusterSpec:
+    """Equal nodes behind links as fast as the job's all-reduces found them."""
     fit = costs.collectives.get(("all_reduce", world))
     if fit is None or not fit.seconds_per_byte:
         return ClusterSpec.homogeneous(nodes=world, devices_per_node=1)

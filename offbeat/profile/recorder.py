@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -43,6 +44,7 @@ class Recorder:
         self.calibrate = calibrate
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
+        self.recording = False
         self.handles: list[Any] = []
         self.steps = 0
         self.kind = ""
@@ -55,11 +57,8 @@ class Recorder:
     # The job's side
 
     def __enter__(self) -> "Recorder":
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
-        except OSError as error:
-            raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
+        self._open()
+        self.recording = True
         self.handles.append(register_module_forward_pre_hook(self._first_forward))
         self.switch = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -68,7 +67,7 @@ class Recorder:
     def step(self) -> None:
         """Ends a step: what was noted since the last call is written."""
         now = time.perf_counter()
-        if self.file is None:
+        if not self.recording:
             raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
         if not self.kind:
             return
@@ -99,29 +98,32 @@ class Recorder:
             handle.remove()
         if self.kind == "offbeat":
             self.root._offbeat.engine.observer = None
-        if self.file is not None:
-            late = self._take_communication() if self.kind else []
-            if late:
-                self._write({"late": late})
-            self.file.close()
-            self.file = None
+        late = self._take_communication() if self.kind and self.recording else []
+        if late:
+            self._write({"late": late})
+        self.recording = False
+        self._close()
         if error is None and not self.kind:
-            raise OffbeatError(f"{self.folder}: nothing was recorded, because no module was called inside the block")
+            raise OffbeatError(f"{self.folder}: nothing was recorded, because no model was trained inside the block")
 
     # Attaching
 
     def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if not is_trained(module):
+            return
         self.handles.pop().remove()
         self.root = module
+        sharded = isinstance(module, _sharded_modules())
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []
         self.parameters: list[str] = []
+        self.numbers: dict[str, int] = {}
         for name, part in inner.named_modules():
             if any(True for _ in part.parameters(recurse=False)):
-                self._listen_to_module(name, part)
+                self._listen_to_module(name, part, sharded)
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad:
-                self._listen_to_parameter(name, parameter)
+                self._listen_to_parameter(name, parameter, sharded)
         self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
         self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
         self._listen_to_communication(module)
@@ -132,42 +134,54 @@ class Recorder:
         self.complete = False
         self.begin = time.perf_counter()
 
-    def _listen_to_module(self, name: str, module: torch.nn.Module) -> None:
+    def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
         self.modules.append(name)
+        unknown = sharded
 
         def reached(*_: Any) -> None:
             self.forward.append([number, time.perf_counter(), 0.0])
 
         def begins(*_: Any) -> None:
+            nonlocal unknown
+            if unknown:
+                # Gradients go to the whole parameters, which are here from the first forward on.
+                unknown = False
+                for part, parameter in module.named_parameters(recurse=False):
+                    full = f"{name}.{part}" if name else part
+                    if full in self.numbers and parameter.is_leaf:
+                        self.handles.append(parameter.register_post_accumulate_grad_hook(self._ready(full)))
             self.forward[-1][2] = time.perf_counter()
 
         # Offbeat's runtime waits for a module's variables between the two.
         self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
         self.handles.append(module.register_forward_pre_hook(begins))
 
-    def _listen_to_parameter(self, name: str, parameter: torch.nn.Parameter) -> None:
-        number = len(self.parameters)
+    def _listen_to_parameter(self, name: str, parameter: torch.nn.Parameter, sharded: bool) -> None:
+        self.numbers[name] = len(self.parameters)
         self.parameters.append(name)
+        if not sharded:
+            self.handles.append(parameter.register_post_accumulate_grad_hook(self._ready(name)))
+
+    def _ready(self, name: str) -> Callable[[torch.Tensor], None]:
+        number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
             self.backward.append((number, time.perf_counter()))
 
-        self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        return ready
 
     def _listen_to_communication(self, module: torch.nn.Module) -> None:
         if hasattr(module, "_offbeat"):
             self.kind = "offbeat"
             runtime = module._offbeat
             runtime.engine.observer = self
-            if self.rank == 0:
+            if self.rank == 0 and self.file is not None:
                 runtime.plan.strategy.save(self.folder / "strategy.json")
             return
         self.handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
         self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
-        from torch.distributed.fsdp import FSDPModule
-
-        plain = "fsdp2" if isinstance(module, FSDPModule) else "other"
+        plain = "fsdp2" if isinstance(module, _sharded_modules()) else "other"
         self.kind = "ddp" if isinstance(module, DistributedDataParallel) else plain
         if isinstance(module, DistributedDataParallel) and listen_to_buckets(module, self):
             return
@@ -228,6 +242,20 @@ class Recorder:
         """Any collective of the job."""
         self.communications.append((task, kind, name, size, ranks, queued, issued, finished))
 
+    # The file
+
+    def _open(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
+        except OSError as error:
+            raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
+
+    def _close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
     def _write(self, line: dict[str, Any]) -> None:
         assert self.file is not None
         try:
@@ -235,6 +263,34 @@ class Recorder:
             self.file.flush()
         except OSError as error:
             raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
+
+
+def is_trained(module: torch.nn.Module) -> bool:
+    """Whether a forward of this module is part of a training step."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _sharded_modules() -> type | tuple[type, ...]:
+    """FSDP2's mark on a module; it exists only where torch has distributed support."""
+    if not dist.is_available():
+        return ()
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+class MemoryRecorder(Recorder):
+    """Keeps what it records of an Offbeat job instead of writing it; made for looking at a job from within."""
+
+    def __init__(self) -> None:
+        super().__init__("", calibrate=False)
+        self.lines: list[dict[str, Any]] = []
+
+    def _open(self) -> None:
+        pass
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
 
 
 def machine_name() -> str:

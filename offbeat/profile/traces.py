@@ -98,7 +98,11 @@ def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]
 
 def read_rank(path: Path) -> RankTrace:
     """One rank's trace. A last line that was cut off by a crash is left out."""
-    lines = _lines(path)
+    return parse_rank(_lines(path), path)
+
+
+def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
+    """The lines of one rank's trace; `path` is what errors name."""
     header = next(lines, None)
     if not isinstance(header, dict) or header.get("offbeat_trace") != 1:
         raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': 1")

@@ -127,7 +127,7 @@ class Runtime:
         _check_optimizer(plan, self.optimizer_class)
         _check_stations(plan)
         _check_ranks_agree(plan)
-        return choose_mode(self.model, self.optimizer, plan)
+        return choose_mode(self.model, self.optimizer, self.optimizer_class, plan)
 
     def _attach(self, plan: Plan, mode: Literal["deferred", "barrier"], reason: str) -> None:
         self.plan = plan
@@ -154,6 +154,9 @@ class Runtime:
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
         old, gate = self.engine, self.gate
+        if old.wanted_mode == "barrier":
+            # The training loop has shown that it needs one; see `Engine.gradient_read`.
+            mode, reason = "barrier", "as before"
         old.drain()
         self._receive_buffers()
         state = gather_state(old)
@@ -274,12 +277,14 @@ def _make_parcel(
             return Parcel(*common) if encoder is None else EncodedParcel(encoder, *common)
 
 
-def choose_mode(model: torch.nn.Module, optimizer: Optimizer, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
+def choose_mode(
+    model: torch.nn.Module, optimizer: Optimizer, optimizer_class: type[Optimizer], plan: Plan
+) -> tuple[Literal["deferred", "barrier"], str]:
     """The mode the strategy asks for, or the best that this model and optimizer allow, and why."""
     wanted = plan.strategy.schedule.mode
     if wanted == "barrier":
         return "barrier", "the strategy asks for it"
-    obstacle = _deferral_obstacle(model, optimizer)
+    obstacle = _deferral_obstacle(model, optimizer, optimizer_class)
     if obstacle:
         if wanted == "deferred":
             raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
@@ -287,9 +292,9 @@ def choose_mode(model: torch.nn.Module, optimizer: Optimizer, plan: Plan) -> tup
     return "deferred", "updates may wait until a module needs them"
 
 
-def _deferral_obstacle(model: torch.nn.Module, optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    if not per_variable(type(optimizer)):
+def _deferral_obstacle(model: torch.nn.Module, optimizer: Optimizer, optimizer_class: type[Optimizer]) -> str:
+    name = optimizer_class.__name__
+    if not per_variable(optimizer_class):
         return f"optimizer {name} may couple variables"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"optimizer {name} has step hooks"

@@ -22,12 +22,13 @@ import switching
 import torch
 import torch.distributed as dist
 import training
+import tuning_online
 
 import offbeat
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
-    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals, switching)
+    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals, switching, tuning_online)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
 }

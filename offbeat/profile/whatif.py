@@ -1,0 +1,263 @@
+"""A profile and changes ('bandwidth=2x', 'workers=64') → how the job would run, without another run.
+
+Where the plan of the job is known (Offbeat's jobs and DDP's), the changed plan is simulated with what was measured. Of
+other jobs only the trace is known: it is replayed on other links and devices (`offbeat.profile.replay_trace`), and what
+asks for another plan needs a `strategy`.
+
+More or fewer workers change what a collective costs as a ring would: the bytes that a participant sends for each byte
+it puts in (`sent_per_byte`, 2(w−1)/w for all-reduce) and the messages that follow each other (`latency_steps`).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from os import fspath
+from pathlib import Path
+from typing import Literal, get_args
+
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import CollectiveFit, Costs, latency_steps
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.plan import Plan, lower
+from offbeat.profile.measure import Profile
+from offbeat.profile.replay_trace import Scenario, replay_trace
+from offbeat.simulate.predict import simulate
+from offbeat.strategy import Encoder, Strategy, VariableConfig, build_strategy, builders, transfer
+from offbeat.timeline import Timeline
+from offbeat.units import quote
+
+Kind = Literal["bandwidth", "latency", "compute", "workers", "strategy", "straggler", "wire"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+EXAMPLES = "bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, straggler=3:2x, wire=fp16"
+PLANNED_JOBS = ("offbeat", "ddp")
+"""Jobs whose plan a recorded trace tells."""
+WIRES = ("fp16", "bf16", "none")
+MOST_WORKERS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference from the job that was measured."""
+
+    kind: Kind
+    factor: float = 1.0
+    """Of bandwidth, latency or the speed of computing; of a straggler, how many times as long it computes."""
+    number: int = 0
+    """Of workers, or the straggler's rank."""
+    name: str = ""
+    """Of a strategy's builder or file, or of what goes on the wire."""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "workers":
+                return f"{self.number} workers"
+            case "straggler":
+                return f"rank {self.number} computes {self.factor:g}x as long"
+            case "strategy":
+                return f"strategy {self.name}"
+            case "wire":
+                return f"{self.name} on the wire" if self.name != "none" else "nothing encoded on the wire"
+            case "compute":
+                return f"{self.factor:g}x as fast computing"
+            case _:
+                return f"{self.factor:g}x {self.kind}"
+
+
+def parse_what_if(text: str) -> Change:
+    """One change as people write it."""
+    kind, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not value or kind not in KINDS:
+        raise OffbeatError(f"what-if {quote(text)}: it is not one of {EXAMPLES}")
+    match kind:
+        case "workers":
+            if not value.isascii() or not value.isdecimal() or not 1 <= int(value[:12]) <= MOST_WORKERS:
+                raise OffbeatError(f"what-if {quote(text)}: workers must be a number from 1 to {MOST_WORKERS}")
+            return Change(kind, number=int(value))
+        case "straggler":
+            rank, colon, factor = value.partition(":")
+            if not colon or not rank.isascii() or not rank.isdecimal():
+                raise OffbeatError(f"what-if {quote(text)}: a straggler is written RANK:FACTOR, such as 3:2x")
+            return Change(kind, factor=_factor(text, factor), number=int(rank[:12]))
+        case "strategy":
+            return Change(kind, name=value)
+        case "wire":
+            if value not in WIRES:
+                raise OffbeatError(f"what-if {quote(text)}: the wire carries {', '.join(WIRES)}, not {quote(value)}")
+            return Change(kind, name=value)
+        case _:
+            return Change(kind, factor=_factor(text, value))
+
+
+def what_if(profile: Profile | Timeline, changes: Iterable[Change | str]) -> tuple[Timeline, str]:
+    """How the job would run with all of these changes at once, and what they are in words. No changes: a replay."""
+    parsed = [parse_what_if(change) if isinstance(change, str) else change for change in changes]
+    _check_once(parsed)
+    words = ", ".join(map(str, parsed)) or "as measured"
+    if isinstance(profile, Timeline):
+        return replay_trace(profile, _scenario(parsed, "the trace does not tell the job's plan")), words
+    if not plan_known(profile) and not any(change.kind == "strategy" for change in parsed):
+        why = f"the plan of a job of kind {profile.job!r} is unknown; add strategy=BUILDER"
+        return replay_trace(profile.timeline, _scenario(parsed, why)), words
+    return simulate(*changed(profile, parsed), memory=False), words
+
+
+def plan_known(profile: Profile) -> bool:
+    """Whether the job's own plan can be simulated: it is Offbeat's or DDP's, or there is nothing to send."""
+    return profile.job in PLANNED_JOBS or profile.cluster.world_size == 1
+
+
+def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
+    """The plan and the costs of the changed job."""
+    wanted = {change.kind: change for change in changes}
+    if "bandwidth" in wanted or "latency" in wanted:
+        factors = {kind: wanted[kind].factor for kind in ("bandwidth", "latency") if kind in wanted}
+        profile = profile.with_links(**factors)
+    graph, cluster, costs, strategy = profile.graph, profile.cluster, profile.costs, profile.strategy
+    if "workers" in wanted:
+        before, cluster = cluster.world_size, with_workers(cluster, wanted["workers"].number)
+        costs = costs_of_workers(costs, before, cluster.world_size)
+        if "strategy" not in wanted and cluster is not profile.cluster:
+            strategy = transfer(strategy, graph, cluster)
+    if "strategy" in wanted:
+        strategy = _other_strategy(wanted["strategy"].name, graph, cluster)
+    if "wire" in wanted:
+        strategy = with_wire(strategy, graph, wanted["wire"].name)
+    if "compute" in wanted:
+        costs = with_compute(costs, wanted["compute"].factor, cluster.world_size)
+    for change in changes:
+        if change.kind == "straggler":
+            costs = _with_straggler(costs, change, cluster.world_size)
+    # The strategy was made for the cluster as it was.
+    return lower(graph, cluster, strategy.model_copy(update={"graph": "", "cluster": ""})), costs
+
+
+def sent_per_byte(kind: str, participants: int) -> float:
+    """Bytes that the busiest participant of a ring sends for each byte put in; as `Task.link_bytes` counts."""
+    others = participants - 1
+    match kind:
+        case "all_reduce":
+            return 2 * others / participants
+        case "reduce_scatter" | "all_to_all":
+            return others / participants
+        case "all_gather" | "gather":
+            return float(others)
+        case _:
+            return 1.0 if others else 0.0
+
+
+def scaled_fit(kind: str, fit: CollectiveFit, before: int, after: int) -> CollectiveFit:
+    """What a collective costs among another number of participants, by a ring's formulas; both are at least 2."""
+    steps = latency_steps(kind, after) / latency_steps(kind, before)
+    share = sent_per_byte(kind, after) / sent_per_byte(kind, before)
+    return CollectiveFit(fit.overhead_seconds * steps, fit.latency_seconds * steps, fit.seconds_per_byte * share)
+
+
+def costs_of_workers(costs: Costs, before: int, after: int) -> Costs:
+    """The costs of a job of `after` ranks: the collectives of all ranks scaled, those of fewer ranks kept."""
+    fits = {key: fit for key, fit in costs.collectives.items() if key[1] <= after}
+    if before > 1 and after > 1:
+        for (kind, participants), fit in costs.collectives.items():
+            if participants == before:
+                fits.setdefault((kind, after), scaled_fit(kind, fit, before, after))
+    scale = {rank: factor for rank, factor in costs.compute_scale.items() if rank < after}
+    return replace(costs, collectives=fits, compute_scale=scale)
+
+
+def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:
+    """The cluster with so many ranks: the first ones of it, or more nodes like those it has."""
+    if workers == cluster.world_size:
+        return cluster
+    if workers < cluster.world_size:
+        return cluster.subset(workers)
+    if not cluster.is_homogeneous:
+        raise OffbeatError(
+            f"workers: {workers} are more than the {cluster.world_size} of cluster {cluster.name!r}, "
+            f"whose nodes differ, so that nothing says what further ones are like"
+        )
+    node = cluster.nodes[0]
+    if len(cluster.nodes) == 1 and node.devices > 1:
+        return cluster.replace(nodes=(node.model_copy(update={"devices": workers}),), tables=())
+    if workers % node.devices:
+        raise OffbeatError(f"workers: {workers} is no multiple of the {node.devices} ranks that each node has")
+    nodes = tuple(node.named(f"node{number}") for number in range(workers // node.devices))
+    return cluster.replace(nodes=nodes, tables=())
+
+
+def with_wire(strategy: Strategy, graph: ModelGraph, name: str) -> Strategy:
+    """Every dense gradient encoded so; what is stale, asynchronous or sparse takes no encoder and stays."""
+    configs = {variable.name: strategy.variables.get(variable.name, VariableConfig()) for variable in graph.variables}
+    return strategy.model_copy(update={"variables": {key: _encoded(config, name) for key, config in configs.items()}})
+
+
+def with_compute(costs: Costs, factor: float, world: int) -> Costs:
+    """Everything that devices compute, updates too, so many times as fast."""
+    per_byte = costs.update_seconds_per_byte
+    return replace(
+        costs,
+        compute_scale={rank: costs.compute_scale.get(rank, 1.0) / factor for rank in range(world)},
+        update_call_seconds=costs.update_call_seconds / factor,
+        update_seconds_per_byte=None if per_byte is None else per_byte / factor,
+    )
+
+
+def _factor(text: str, value: str) -> float:
+    try:
+        factor = float(value.strip().removesuffix("x"))
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise OffbeatError(f"what-if {quote(text)}: {quote(value)} is not a factor above 0, such as 2x")
+    return factor
+
+
+def _check_once(changes: Sequence[Change]) -> None:
+    seen: set[tuple[str, int]] = set()
+    for change in changes:
+        key = (change.kind, change.number if change.kind == "straggler" else 0)
+        if key in seen:
+            raise OffbeatError(f"what-if: {change.kind} is given twice")
+        seen.add(key)
+
+
+def _scenario(changes: Sequence[Change], why: str) -> Scenario:
+    for change in changes:
+        if change.kind not in ("bandwidth", "latency", "compute", "straggler"):
+            raise OffbeatError(f"what-if {change.kind}: {why}")
+    factor = {change.kind: change.factor for change in changes}
+    return Scenario(
+        bandwidth=factor.get("bandwidth", 1.0),
+        latency=factor.get("latency", 1.0),
+        compute=factor.get("compute", 1.0),
+        stragglers={change.number: change.factor for change in changes if change.kind == "straggler"},
+    )
+
+
+def _other_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
+    if name in builders():
+        return build_strategy(name, graph, cluster)
+    if not Path(fspath(name)).exists():
+        raise OffbeatError(
+            f"what-if strategy: {quote(name)} is neither a builder ({', '.join(builders())}) nor a strategy file"
+        )
+    strategy = Strategy.load(name)
+    return strategy.model_copy(update={"cluster": "", "graph": ""})
+
+
+def _encoded(config: VariableConfig, name: str) -> VariableConfig:
+    encoder = Encoder(name=name)  # type: ignore[arg-type] # one of WIRES
+    shards = tuple(
+        shard.model_copy(update={"encoder": encoder})
+        if shard.synchronizer in ("all_reduce", "parameter_server", "sharded")
+        and not (shard.staleness or shard.asynchronous)
+        else shard
+        for shard in config.shards
+    )
+    return config.model_copy(update={"shards": shards})
+
+
+def _with_straggler(costs: Costs, change: Change, world: int) -> Costs:
+    if change.number >= world:
+        raise OffbeatError(f"what-if straggler: rank {change.number} is outside the job's ranks 0 to {world - 1}")
+    usual = costs.compute_scale.get(change.number, 1.0)
+    return replace(costs, compute_scale={**costs.compute_scale, change.number: usual * change.factor})

@@ -1,0 +1,127 @@
+"""A program, how its calls are split and this rank's tensors → the model's outputs, whole on every rank.
+
+Between calls each rank holds plain tensors, its parts. Where a call wants an argument in another layout the part is
+exchanged for the one it needs; backward exchanges gradients the other way. Everything else, backward included, is the
+operator itself on parts.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from offbeat.runtime.sharded.axes import Call
+from offbeat.runtime.sharded.calls import finish, run_part
+from offbeat.runtime.sharded.grid import Grid
+from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout
+from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, tensor_nodes
+from offbeat.runtime.sharded.randomness import SharedRandom
+from offbeat.runtime.sharded.rules import has_rule, is_random
+from offbeat.runtime.sharded.trace import Program
+
+log = logging.getLogger("offbeat")
+
+_noted: set[str] = set()
+
+
+class Executor:
+    """Runs one program."""
+
+    def __init__(self, program: Program, splitting: Splitting, grid: Grid, random: SharedRandom) -> None:
+        self.program = program
+        self.splitting = splitting
+        self.grid = grid
+        self.random = random
+        self._done_with = _last_readers(program)
+        for split in splitting.splits.values():
+            _note(split.call)
+
+    def run(self, state: Mapping[str, Tensor], batch: Sequence[Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """The model's output, and the new values of the buffers it changes. `state` has this rank's parts."""
+        values: dict[Node, Any] = {}
+        for node, source in self.program.sources.items():
+            if source.kind == "state":
+                values[node] = state[source.name]
+            else:
+                values[node] = batch[source.position] if source.kind == "batch" else source.value
+        for node in self.program.nodes:
+            if is_getitem(node):
+                values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                with torch.no_grad() if self.program.without_grad(node) else nullcontext():
+                    values[node] = self._run(self.splitting.splits[node], values)
+            for past in self._done_with.get(node, ()):
+                del values[past]
+        results = [
+            self._whole(leaf, values[leaf]) if isinstance(leaf, Node) else leaf for leaf in self.program.results
+        ]
+        updates = {name: self._whole(node, values[node]).detach() for name, node in self.program.updates}
+        return pytree.tree_unflatten(results, self.program.structure), updates
+
+    def _run(self, split: Split, values: Mapping[Node, Any]) -> Any:
+        parts, replaced = [], {}
+        for position, node in enumerate(tensor_nodes(split.node)):
+            have, need = self.splitting.layouts[node], split.inputs[position]
+            shape = split.call.inputs[position].shape
+            part = self.grid.shift(values[node], shape, (have, need), (split.gradients[position], have))
+            if split.keep == "before" and have != need:
+                replaced[_identity(part)] = (values[node].detach(), shape, have, need)
+            parts.append(part)
+        with self._keeping_before(replaced) if replaced else nullcontext():
+            with self.random if is_random(split.call) else nullcontext():
+                results = run_part(split, parts, self.grid)
+        outputs = [self._bring(split, index, result) for index, result in enumerate(results)]
+        return _structured(split.node.meta["val"], finish(split, outputs))
+
+    def _bring(self, split: Split, index: int, result: Tensor) -> Tensor:
+        have, need = split.results[index], split.outputs[index]
+        gradient: Layout = tuple(WHOLE if axis == SUM else axis for axis in have)
+        return self.grid.shift(result, split.call.outputs[index].shape, (have, need), (need, gradient))
+
+    def _keeping_before(self, replaced: Mapping[Any, tuple[Tensor, Sequence[int], Layout, Layout]]) -> Any:
+        """Autograd keeps the part that was held before an exchange, and backward exchanges it again."""
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: replaced.get(_identity(tensor), tensor),
+            lambda kept: kept if isinstance(kept, Tensor) else self.grid.move(*kept),
+        )
+
+    def _whole(self, node: Node, local: Tensor) -> Tensor:
+        have = self.splitting.layouts[node]
+        return self.grid.shift(local, node.meta["val"].shape, (have, self.grid.whole), (self.grid.whole, have))
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _structured(value: Any, outputs: Sequence[Tensor]) -> Any:
+    """Results in the structure that the traced call has."""
+    if isinstance(value, Tensor):
+        return outputs[0]
+    remaining = iter(outputs)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in value]
+
+
+def _last_readers(program: Program) -> dict[Node, list[Node]]:
+    """For each call the values that no later one reads, so that forward holds no more than it needs."""
+    last: dict[Node, Node] = {}
+    for node in program.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    kept = {leaf for leaf in program.results if isinstance(leaf, Node)} | {node for _, node in program.updates}
+    past: dict[Node, list[Node]] = {}
+    for source, reader in last.items():
+        if source not in kept:
+            past.setdefault(reader, []).append(source)
+    return past
+
+
+def _note(call: Call) -> None:
+    if not has_rule(call) and not is_random(call) and call.name not in _noted:
+        _noted.add(call.name)
+        log.info("operator %s has no sharding rule, so every rank computes all of it", call.name)

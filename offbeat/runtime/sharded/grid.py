@@ -1,0 +1,91 @@
+"""The ranks of a job on the finest mesh, and a rank's part of a tensor → its part under another layout."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from offbeat.runtime.sharded.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, prime_factors
+
+_meshes: dict[tuple[Any, str], DeviceMesh] = {}
+
+
+class Grid:
+    """All ranks of the job, arranged by the prime factors of their number."""
+
+    def __init__(self) -> None:
+        self.world = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.fine = prime_factors(self.world)
+        self.place = coordinate(self.rank, self.fine)
+        self.whole: Layout = (WHOLE,) * len(self.fine)
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        )
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        # A mesh makes process groups, which are kept for the next distribute() of the same job.
+        key = (dist.group.WORLD, self.device.type)
+        if key not in _meshes:
+            _meshes[key] = init_device_mesh(self.device.type, self.fine)
+        return _meshes[key]
+
+    def placements(self, layout: Layout) -> tuple[Placement, ...]:
+        """The layout as DTensor writes it."""
+        return tuple(Partial() if axis == SUM else Replicate() if axis == WHOLE else Shard(axis) for axis in layout)
+
+    def box(self, shape: Sequence[int], layout: Layout, rank: int | None = None) -> Box:
+        """What a rank holds of a tensor, this one if not given."""
+        return box_of(shape, layout, self.fine, self.rank if rank is None else rank)
+
+    def wrap(self, local: Tensor, shape: Sequence[int], layout: Layout) -> DTensor:
+        """A DTensor of this rank's part; `shape` is the whole tensor's."""
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, self.placements(layout), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    @torch.no_grad()
+    def move(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> Tensor:
+        """This rank's part under layout `need`, given its part under layout `have`."""
+        if have == need:
+            return local
+        # Not every backend sends truth values.
+        plain = local.to(torch.uint8) if local.dtype == torch.bool else local
+        moved = self.wrap(plain.contiguous(), shape, have).redistribute(placements=self.placements(need)).to_local()
+        return moved.to(local.dtype)
+
+    def shift(
+        self, local: Tensor, shape: Sequence[int], layouts: tuple[Layout, Layout], gradients: tuple[Layout, Layout]
+    ) -> Tensor:
+        """As `move` from the first layout to the second; the gradient comes in the first of `gradients` and leaves in
+        the second."""
+        if layouts[0] == layouts[1] and (gradients[0] == gradients[1] or not local.requires_grad):
+            return local
+        return _Shift.apply(local, self, tuple(shape), layouts, gradients)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        grid: Grid,
+        shape: tuple[int, ...],
+        layouts: tuple[Layout, Layout],
+        gradients: tuple[Layout, Layout],
+    ) -> Tensor:
+        ctx.grid, ctx.shape, ctx.gradients = grid, shape, gradients
+        moved = grid.move(local, shape, *layouts)
+        return moved.view_as(moved) if moved is local else moved
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.grid.move(gradient, ctx.shape, *ctx.gradients), None, None, None, None

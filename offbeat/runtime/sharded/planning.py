@@ -1,0 +1,263 @@
+"""A program and its operators' configurations → how each call is split, and what every tensor's layout is.
+
+For every fine mesh axis each call is split along the axis of the call that its configuration describes. A call without
+a configuration follows the layouts its arguments have. A configuration that no axis of the call fits exactly, as one
+that splits a reduced axis, is served by the nearest that gives the right result; its output still has the layout it
+asks for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from offbeat.errors import StrategyError
+from offbeat.graph import Operator, kinds
+from offbeat.runtime.sharded.axes import ONCE, Axis, Call
+from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout, layout_of, shortest_part
+from offbeat.runtime.sharded.rules import axes_of
+from offbeat.runtime.sharded.trace import Program
+from offbeat.strategy import OperatorConfig, Strategy
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one call is run: the layouts before, inside and after it."""
+
+    node: Node
+    call: Call
+    split_by: tuple[Axis | None, ...]
+    """For each fine axis the axis of the call it splits; None where every rank does the same."""
+    inputs: tuple[Layout, ...]
+    """Layouts that the arguments are brought to."""
+    gradients: tuple[Layout, ...]
+    """Layouts in which the arguments' gradients come out of the call."""
+    results: tuple[Layout, ...]
+    """Layouts in which the results come out."""
+    outputs: tuple[Layout, ...]
+    """Layouts that the results are brought to."""
+    keep: Literal["before", "after", "both"] = "both"
+
+    def adds(self, position: int, coordinate: Sequence[int]) -> bool:
+        """Whether the rank at this place of the mesh is the one that adds an argument to be added once."""
+        return all(
+            index == 0
+            for axis, index in zip(self.split_by, coordinate, strict=True)
+            if axis is not None and axis.inputs[position] == ONCE
+        )
+
+    def sums(self) -> bool:
+        """Whether any result is a sum over ranks."""
+        return any(SUM in layout for layout in self.results)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How every call of a program runs, and the layouts of all its values."""
+
+    splits: dict[Node, Split]
+    layouts: dict[Node, Any]
+    """A layout, or a list of them for calls with several results."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Layouts an operator's configuration asks for; None where it says nothing."""
+
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+    keep: Literal["before", "after", "both"] = "both"
+
+
+def variable_layouts(
+    operators: Mapping[str, Operator], strategy: Strategy, fine: Sequence[int], ranks: Mapping[str, int]
+) -> dict[str, Layout]:
+    """How each variable is stored: as the first configured operator that computes with it wants it.
+
+    A view's configuration counts only where no other operator has one. `ranks` is the number of axes of each variable.
+    """
+    chosen: dict[str, Layout] = {}
+    configured = [(operators[name], config) for name, config in strategy.operators.items() if name in operators]
+    place = {name: index for index, name in enumerate(operators)}
+    configured.sort(key=lambda item: (item[0].kind == "view", place[item[0].name]))
+    for operator, config in configured:
+        for name, tensor_map in zip(_names(operator, config), config.inputs, strict=False):
+            if name in ranks and name in operator.variables and name not in chosen:
+                chosen[name] = _layout(operator, name, tensor_map, ranks[name], config, fine)
+    return chosen
+
+
+def plan_splits(
+    program: Program, strategy: Strategy, fine: Sequence[int], stored: Mapping[str, Layout], *, strict: bool
+) -> Splitting:
+    """How each call of the program runs. `strict` refuses configurations that do not fit their operators; without it
+    they are left out, as for an evaluation pass, whose operators may have other names than training's."""
+    whole = (WHOLE,) * len(fine)
+    layouts: dict[Node, Any] = {}
+    for node, source in program.sources.items():
+        layouts[node] = stored.get(source.name, whole) if source.kind == "state" else whole
+    splits: dict[Node, Split] = {}
+    for node in program.nodes:
+        if is_getitem(node):
+            layouts[node] = layouts[node.args[0]][node.args[1]]
+            continue
+        call = make_call(node)
+        config = strategy.operators.get(node.name)
+        wanted = Wanted((None,) * len(call.inputs), (None,) * len(call.outputs))
+        if config is not None and node.name in program.operators:
+            wanted = _wanted(program, node, call, config, fine, strict=strict) or wanted
+        current = [layouts[source] for source in tensor_nodes(node)]
+        splits[node] = _split(node, call, wanted, current, fine)
+        layouts[node] = _like(node.meta["val"], splits[node].outputs)
+    return Splitting(splits, layouts)
+
+
+def make_call(node: Node) -> Call:
+    """The call with the traced tensors for its arguments."""
+    args, kwargs = pytree.tree_map_only(Node, lambda source: source.meta["val"], (tuple(node.args), dict(node.kwargs)))
+    inputs = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    outputs = tuple(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
+    return Call(node.target, args, kwargs, inputs, outputs)
+
+
+def tensor_nodes(node: Node) -> list[Node]:
+    """Nodes of the tensor arguments, in the order of `Call.inputs`."""
+    leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], Tensor)]
+
+
+def _names(operator: Operator, config: OperatorConfig) -> tuple[str, ...]:
+    names = operator.inputs + operator.variables
+    if config.inputs and len(config.inputs) != len(names):
+        raise StrategyError(
+            f"operator {operator.name!r}: {len(config.inputs)} input maps are given, it reads {list(names)}"
+        )
+    return names
+
+
+def _layout(
+    operator: Operator, what: str, tensor_map: Sequence[int], rank: int, config: OperatorConfig, fine: Sequence[int]
+) -> Layout:
+    if len(tensor_map) != rank:
+        raise StrategyError(
+            f"operator {operator.name!r}: the map {list(tensor_map)} of {what!r} has {len(tensor_map)} axes, "
+            f"the tensor has {rank}"
+        )
+    try:
+        return layout_of(tensor_map, config.mesh, fine)
+    except StrategyError as error:
+        raise StrategyError(f"operator {operator.name!r}: {error}") from None
+
+
+def _wanted(
+    program: Program, node: Node, call: Call, config: OperatorConfig, fine: Sequence[int], *, strict: bool
+) -> Wanted | None:
+    operator = program.operators[node.name]
+    try:
+        maps = dict(zip(_names(operator, config), config.inputs, strict=False))
+        if len(config.outputs) > len(operator.outputs):
+            raise StrategyError(
+                f"operator {operator.name!r}: {len(config.outputs)} output maps are given, it has "
+                f"{len(operator.outputs)} results"
+            )
+        inputs = []
+        for source, tensor in zip(tensor_nodes(node), call.inputs, strict=True):
+            name = program.reads.get(source, "")
+            tensor_map = maps.get(name)
+            if tensor_map is not None and is_getitem(source) and len(tensor_map) != tensor.dim():
+                # One map stands for all results of an operator; it describes the first.
+                tensor_map = None
+            inputs.append(
+                None if tensor_map is None else _layout(operator, name, tensor_map, tensor.dim(), config, fine)
+            )
+        outputs: list[Layout | None] = [None] * len(call.outputs)
+        for index, (tensor_map, tensor) in enumerate(zip(config.outputs, call.outputs, strict=False)):
+            outputs[index] = _layout(operator, f"result {index}", tensor_map, tensor.dim(), config, fine)
+    except StrategyError:
+        if strict:
+            raise
+        return None
+    return Wanted(tuple(inputs), tuple(outputs), config.keep)
+
+
+def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fine: Sequence[int]) -> Split:
+    options = axes_of(call)
+    split_by: list[Axis | None] = []
+    for index, parts in enumerate(fine):
+        allowed = [None, *(option for option in options if _divides(option, split_by, fine[:index], parts))]
+        split_by.append(min(allowed, key=lambda option: _mismatch(option, call, wanted, current, index)))  # noqa: B023
+    chosen = tuple(split_by)
+    results = tuple(
+        tuple(WHOLE if axis is None else axis.outputs[position] for axis in chosen)
+        for position in range(len(call.outputs))
+    )
+    return Split(
+        node=node,
+        call=call,
+        split_by=chosen,
+        inputs=tuple(
+            tuple(WHOLE if axis is None else max(axis.inputs[position], WHOLE) for axis in chosen)
+            for position in range(len(call.inputs))
+        ),
+        gradients=tuple(
+            tuple(
+                WHOLE if axis is None else SUM if axis.inputs[position] < 0 else axis.inputs[position]
+                for axis in chosen
+            )
+            for position in range(len(call.inputs))
+        ),
+        results=results,
+        outputs=tuple(
+            asked if asked is not None else tuple(max(axis, WHOLE) for axis in result)
+            for asked, result in zip(wanted.outputs, results, strict=True)
+        ),
+        keep=wanted.keep,
+    )
+
+
+def _divides(option: Axis, earlier: Sequence[Axis | None], sizes: Sequence[int], parts: int) -> bool:
+    """Whether a further cut leaves no rank without elements, and none with elements of another's."""
+    cuts = [size for size, axis in zip(sizes, earlier, strict=True) if axis is option] + [parts]
+    return shortest_part(option.length, cuts) > 0 and all(length % math.prod(cuts) == 0 for length in option.even)
+
+
+def _mismatch(
+    option: Axis | None, call: Call, wanted: Wanted, current: Sequence[Layout], index: int
+) -> tuple[int, int, float]:
+    """How far splitting by `option` is from the configuration; where that says nothing, the bytes that would move."""
+    inputs_off = outputs_off = 0
+    moved = 0.0
+    for position, tensor in enumerate(call.inputs):
+        need = WHOLE if option is None else max(option.inputs[position], WHOLE)
+        asked = wanted.inputs[position]
+        have = current[position][index]
+        if asked is not None:
+            inputs_off += asked[index] != need
+            have = asked[index]
+        if have != need:
+            # Taking a part of what a rank holds moves nothing, but leaves the other parts to others.
+            moved += 1.0 if have == WHOLE else kinds.touched_bytes(tensor) * (1.0 if need == WHOLE else 0.5)
+    for position, tensor in enumerate(call.outputs):
+        made = WHOLE if option is None else option.outputs[position]
+        asked = wanted.outputs[position]
+        if asked is not None and made != SUM:
+            outputs_off += asked[index] != made
+        if made == SUM:
+            moved += kinds.touched_bytes(tensor) * 2.0
+    return inputs_off, outputs_off, moved
+
+
+def is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and kinds.base_name(node.target) == "getitem"
+
+
+def _like(value: Any, layouts: Sequence[Layout]) -> Any:
+    """The layouts in the structure of a call's results."""
+    if isinstance(value, Tensor):
+        return layouts[0]
+    remaining = iter(layouts)
+    return [next(remaining) if isinstance(leaf, Tensor) else None for leaf in value]

@@ -1,0 +1,185 @@
+"""A model and its arguments → its forward pass as a program of operators with the names that capture gives them.
+
+The program is the forward part of the joint graph that `offbeat.capture` reads, so a strategy's operator names mean
+the same here. It ends with the model's own outputs; a loss computed outside the model is not part of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd import descriptors
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from offbeat.errors import CaptureError
+from offbeat.graph import Operator
+from offbeat.graph.joint import _trace, _Walk
+from offbeat.graph.step import Step
+
+_NO_GRAD_KEY = "offbeat_no_grad"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a program's placeholder or constant takes its value from."""
+
+    kind: str
+    """'state': a parameter or buffer of the model by name; 'batch': a tensor argument by position; 'constant'."""
+    name: str = ""
+    position: int = 0
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """One forward pass, functional: what it changes it returns."""
+
+    nodes: tuple[Node, ...]
+    """Calls in order, with no one among them that nothing reads."""
+    sources: dict[Node, Source]
+    operators: dict[str, Operator]
+    """By name, as a ModelGraph has them; forward only."""
+    reads: dict[Node, str]
+    """For each value a call may read, the operator or variable it comes from, as `Operator.inputs` names it."""
+    results: tuple[Node | Any, ...]
+    """Leaves of the model's output: nodes, or plain values."""
+    structure: pytree.TreeSpec
+    updates: tuple[tuple[str, Node], ...]
+    """Buffers that forward changes, and their new values."""
+
+    def without_grad(self, node: Node) -> bool:
+        """Whether the model computes it inside `torch.no_grad()`."""
+        return bool((node.meta.get("custom") or {}).get(_NO_GRAD_KEY))
+
+
+@dataclass(frozen=True)
+class _Forward(Step):
+    """A step that ends with the model's outputs instead of a loss."""
+
+    call: Callable[..., Any] | None = None
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, tensors: Sequence[Tensor]) -> Any:
+        assert self.call is not None
+        leaves, structure = self._flat()
+        replacing = iter(tensors)
+        leaves = [next(replacing) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs, _ = pytree.tree_unflatten(leaves, structure)
+        with _MarkNoGrad():
+            output = self.call(*args, **kwargs)
+        flat, self.seen["structure"] = pytree.tree_flatten(output)
+        self.seen["leaves"] = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self.seen["tensor"] = [isinstance(leaf, Tensor) for leaf in flat]
+        # Copies, so that no output is a view of another tensor; the program returns what was copied.
+        return tuple(leaf.clone() for leaf in flat if isinstance(leaf, Tensor))
+
+
+class _MarkNoGrad(TorchFunctionMode):
+    """The traced graph has no trace of `torch.no_grad()`; the nodes traced inside it are annotated."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled() or func is torch._C._set_grad_enabled:
+            return func(*args, **(kwargs or {}))
+        with fx_traceback.annotate({_NO_GRAD_KEY: True}):
+            return func(*args, **(kwargs or {}))
+
+
+def trace_forward(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    """The program of `forward(*args, **kwargs)`, which is the model's own forward; nothing is computed."""
+    step = _Forward(model, args, kwargs, (), None, call=forward)
+    try:
+        graph, names = _trace(step)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise CaptureError(
+            f"model {type(model).__name__} cannot be traced, so its operators cannot be split over ranks "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+    return _program(graph, names, model, step.seen)
+
+
+def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[str, Any]) -> Program:
+    walk = _Walk(graph, names)
+    tensors, updates = _outputs(graph, model)
+    wanted: dict[Node, None] = {}
+    _mark(tensors + [node for _, node in updates], wanted)
+    nodes = tuple(node for node in graph.nodes if node in wanted and node.op == "call_function")
+    sources = _sources(graph, model, wanted)
+    reads: dict[Node, str] = {}
+    for node in wanted:
+        producer = walk.producer(node)
+        if node in walk.variable_of:
+            reads[node] = walk.variable_of[node]
+        elif producer is not None:
+            reads[node] = producer.name
+    leaves = iter(tensors)
+    results = tuple(
+        next(leaves) if is_tensor else value for is_tensor, value in zip(seen["tensor"], seen["leaves"], strict=True)
+    )
+    operators = {op.name: op for op in walk.operators() if op.phase == "forward"}
+    return Program(nodes, sources, operators, reads, results, seen["structure"], tuple(updates))
+
+
+def _outputs(graph: Graph, model: nn.Module) -> tuple[list[Node], list[tuple[str, Node]]]:
+    """What the model returns, less the copies made of it, and what becomes of its buffers."""
+    names = _state_names(model)
+    output = graph.output_node()
+    tensors, updates = [], []
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            tensors.append(node.args[0])
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            changed = desc.mutated_input
+            if not isinstance(changed, descriptors.BufferAOTInput):
+                raise CaptureError(f"the model changes {changed.expr()} in forward, which only buffers may be")
+            updates.append((names[changed.target], node))
+    return tensors, updates
+
+
+def _state_names(model: nn.Module) -> dict[str, str]:
+    """The tracer's names of the model's parameters and buffers → the model's."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {f"t{index}": name for index, (name, _) in enumerate(named)}
+
+
+def _mark(nodes: list[Node], wanted: dict[Node, None]) -> None:
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in wanted:
+            wanted[node] = None
+            waiting.extend(node.all_input_nodes)
+
+
+def _sources(graph: Graph, model: nn.Module, wanted: dict[Node, None]) -> dict[Node, Source]:
+    names = _state_names(model)
+    sources = {}
+    for node in graph.nodes:
+        if node not in wanted or node.op == "call_function":
+            continue
+        desc = node.meta.get("desc")
+        if isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
+            sources[node] = Source("state", name=names[desc.target])
+        elif isinstance(desc, descriptors.PlainAOTInput):
+            sources[node] = Source("batch", position=desc.idx)
+        elif node.op == "get_attr":
+            sources[node] = Source("constant", value=_constant(getattr(graph.owning_module, str(node.target))))
+        else:
+            raise CaptureError(f"the model's forward reads {node.name!r}, which is no parameter, buffer or argument")
+    return sources
+
+
+def _constant(value: Any) -> Tensor:
+    if isinstance(value, FakeTensor):
+        value = value.constant
+    if not isinstance(value, Tensor):
+        raise CaptureError("the model's forward reads a tensor that is no parameter, buffer or argument of it")
+    return value

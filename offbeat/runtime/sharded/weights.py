@@ -1,0 +1,137 @@
+"""A model's weights, on rank 0 or nowhere yet → each rank's parts of them, and back to plain tensors.
+
+Variables are spread one at a time, so that no rank but the one the user gave them to ever holds all of them. Weights on
+the meta device are drawn on rank 0 module by module, by the module's own `reset_parameters`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.runtime.sharded.grid import Grid
+from offbeat.runtime.sharded.layout import WHOLE, Layout
+
+
+def shard_weights(model: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout], grid: Grid) -> None:
+    """Replaces each variable by a DTensor that holds this rank's part, in the model and in the optimizer.
+
+    Buffers and frozen parameters stay plain tensors; every rank gets rank 0's.
+    """
+    _check_drawable(model)
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    sharded: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        drawn = _drawn(module, grid) if grid.rank == 0 else {}
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in sharded:
+                layout = layouts.get(first_name[id(parameter)], grid.whole)
+                value = drawn.get(key, parameter.detach()) if grid.rank == 0 else None
+                local = spread(value, parameter, layout if parameter.requires_grad else grid.whole, grid)
+                if parameter.requires_grad:
+                    sharded[id(parameter)] = nn.Parameter(grid.wrap(local, parameter.shape, layout))
+                    _hand_over(optimizer, parameter, sharded[id(parameter)], layout, grid)
+                else:
+                    sharded[id(parameter)] = nn.Parameter(local, requires_grad=False)
+                # The old one must outlive the loop, or another could get its id.
+                sharded[id(parameter)]._offbeat_replaces = parameter.to("meta")  # type: ignore[attr-defined]
+            module._parameters[key] = sharded[id(parameter)]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                value = drawn.get(key, buffer) if grid.rank == 0 else None
+                module._buffers[key] = spread(value, buffer, grid.whole, grid)
+
+
+def spread(value: Tensor | None, like: Tensor, layout: Layout, grid: Grid) -> Tensor:
+    """This rank's part of a tensor that rank 0 has; the others give None. `like` has its shape and type."""
+    shape, dtype = tuple(like.shape), like.dtype
+    if layout == grid.whole:
+        whole = torch.empty(shape, dtype=dtype, device=grid.device) if value is None else value.to(grid.device)
+        whole = whole.contiguous()
+        if grid.world > 1 and whole.numel():
+            dist.broadcast(whole, src=0)
+        return whole
+    mine = torch.empty(grid.box(shape, layout).sizes, dtype=dtype, device=grid.device)
+    if value is None:
+        if mine.numel():
+            dist.recv(mine, src=0)
+        return mine
+    for rank in range(1, grid.world):
+        part = value[grid.box(shape, layout, rank).slices].to(grid.device).contiguous()
+        if part.numel():
+            dist.send(part, dst=rank)
+    return mine.copy_(value[grid.box(shape, layout, 0).slices])
+
+
+def part_of(value: Tensor, layout: Layout, grid: Grid) -> Tensor:
+    """This rank's part of a tensor that every rank has."""
+    return value[grid.box(value.shape, layout).slices].to(grid.device).clone(memory_format=torch.contiguous_format)
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """The plain tensor that a DTensor's parts make; every rank must ask for it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def layout_of_tensor(value: DTensor) -> Layout:
+    return tuple(placement.dim if placement.is_shard() else WHOLE for placement in value.placements)
+
+
+def _check_drawable(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        lacking = [name for name, tensor in own if tensor.is_meta]
+        if lacking and _reset(module) is None:
+            name = f"{path}.{lacking[0]}" if path else lacking[0]
+            raise StrategyError(
+                f"{name!r} is on the meta device, and {type(module).__name__} has no reset_parameters() to draw it"
+            )
+
+
+def _reset(module: nn.Module) -> object | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _drawn(module: nn.Module, grid: Grid) -> dict[str, Tensor]:
+    """New values of a module's own tensors that are on the meta device; the module is left as it is."""
+    tensors: Sequence[dict[str, Tensor | None]] = (module._parameters, module._buffers)  # type: ignore[assignment]
+    before = [dict(held) for held in tensors]
+    lacking = {key for held in before for key, tensor in held.items() if tensor is not None and tensor.is_meta}
+    if not lacking:
+        return {}
+    try:
+        for held in tensors:
+            for key, tensor in held.items():
+                if tensor is not None:
+                    # Whatever is tied and has a value already is drawn again and thrown away.
+                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=grid.device)
+                    held[key] = nn.Parameter(fresh) if isinstance(tensor, nn.Parameter) else fresh
+        reset = _reset(module)
+        assert callable(reset)
+        reset()
+        return {key: held[key].detach() for held in tensors for key in held if key in lacking}  # type: ignore[union-attr]
+    finally:
+        for held, saved in zip(tensors, before, strict=True):
+            held.update(saved)
+
+
+def _hand_over(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, layout: Layout, grid: Grid) -> None:
+    """The optimizer updates `new` where it updated `old`, with the part of its state that belongs to it."""
+    for group in optimizer.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    state = optimizer.state.pop(old, None)
+    if state:
+        optimizer.state[new] = {key: shard_state(key, value, new, layout, grid) for key, value in state.items()}
+
+
+def shard_state(key: str, value: object, parameter: Tensor, layout: Layout, grid: Grid) -> object:
+    """A value of an optimizer's state as the optimizer of a sharded variable keeps it."""
+    if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(value, DTensor):
+        return value
+    return grid.wrap(part_of(value, layout, grid), value.shape, layout)

@@ -1,0 +1,457 @@
+"""Plan + Costs → Chain: the gradients of a step as units that may be fused with a neighbour, cut and reordered.
+
+A `State` says where groups begin, into how many parts each may be cut, and how urgent each is; `Chain.seconds` is the
+step it gives and `Chain.strategy` the Strategy that runs it. The link is a single machine: whenever it is free it takes
+the most urgent group that is ready, and between two parts of a group it turns to a more urgent one that has become
+ready. Parts that follow each other are one slice and pay the cost of a collective once, which makes PACE's uneven
+slices. Compute never waits within backward and all messages arrive before the next backward begins, so one step from
+backward to backward is the steady state.
+
+With `coarsen`, the variables of one module are one unit (dPRO's Coarsened View, figure 6).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from offbeat.cost.measured import Costs
+from offbeat.graph.model import ITEM_BYTES, Variable
+from offbeat.plan import Piece, Plan, Task
+from offbeat.plan.compress import encoded_bytes, sparse_bytes
+from offbeat.search.oracle import StepArrays, arrays_of, variable_updates
+from offbeat.search.pace_link import Floats
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
+
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+MOST_PARTS = 64
+"""More cuts than this of one message are not tried."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One choice of groups, parts and urgencies; arrays of one entry per unit."""
+
+    borders: Flags
+    """Whether a group begins at the unit."""
+    parts: Integers
+    """Parts into which the group that begins at the unit may be cut."""
+    urgency: Floats
+    """Lower goes first; a group has the least of its units."""
+    barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Units in the order in which they may be fused: by kind of message, then as backward completes them."""
+
+    names: tuple[tuple[str, ...], ...]
+    """Variables of each unit."""
+    shards: tuple[Shard, ...]
+    ready: Floats
+    """Seconds after the start of backward."""
+    elements: Integers
+    wire: Floats
+    """Encoded bytes."""
+    update: Floats
+    """Seconds of its update, without the cost of the call."""
+    overhead: Floats
+    per_byte: Floats
+    lag: Floats
+    forced: Flags
+    """Units that cannot share a message with the one before."""
+    sliceable: Flags
+    forward_order: Integers
+    """Units in the order in which forward waits for them."""
+    before: Floats
+    """Forward seconds before each of those, since the one before it."""
+    after: float
+    """Forward seconds after the last one."""
+    tail: Floats
+    """Seconds of forward and updates from each unit's own update on."""
+    backward: float
+    gap: float
+    update_call: float
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def seconds(self, state: State) -> float:
+        """Step time of a state."""
+        return float(self.run(state)[0])
+
+    def run(self, state: State) -> tuple[float, Integers, int, Floats]:
+        """(step seconds, slices as rows of group, start, stop in issue order, their number, arrival of each group)."""
+        return serve_chain(*self.arrays, state.borders, state.parts, state.urgency, state.barrier)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the kernels take before the state."""
+        return (
+            self.ready,
+            self.elements,
+            self.wire,
+            self.update,
+            self.overhead,
+            self.per_byte,
+            self.lag,
+            self.forward_order,
+            self.before,
+            self.after,
+            self.backward,
+            self.gap,
+            self.update_call,
+        )
+
+    def state(self, *, fused: bool = False, barrier: bool = False) -> State:
+        """Every unit alone (or all that can be, together), uncut, most urgent for the next forward first."""
+        count = len(self)
+        borders = self.forced.copy() if fused else np.ones(count, np.bool_)
+        place = np.empty(count)
+        place[self.forward_order] = np.arange(count)
+        return State(borders, np.ones(count, np.int64), place, barrier)
+
+    def state_of(self, strategy: Strategy) -> State:
+        """The state closest to a strategy: its groups, as far as they are neighbours here, and its parts."""
+        groups = [strategy.config(names[0]).shards[0].group for names in self.names]
+        alone = [i == 0 or group is None or group != groups[i - 1] for i, group in enumerate(groups)]
+        borders = np.array(alone, np.bool_) | self.forced
+        parts = np.ones(len(self), np.int64)
+        if strategy.schedule.slice_bytes is not None:
+            parts = self.even_parts(borders, strategy.schedule.slice_bytes)
+        shortest: dict[int, int] = {}
+        for item in strategy.schedule.order:
+            shortest[item.group] = min(shortest.get(item.group, item.stop), item.stop - item.start)
+        for units in self.groups(borders) if shortest else ():
+            total = int(self.elements[list(units)].sum())
+            length = shortest.get(groups[units[0]] or 0, total)
+            parts[units[0]] = min(MOST_PARTS, max(1, round(total / length)))
+        start = self.state(barrier=strategy.schedule.mode == "barrier")
+        return replace(start, borders=borders, parts=parts)
+
+    def even_parts(self, borders: Flags, part_bytes: float) -> Integers:
+        """As many parts as make none longer than `part_bytes` on the wire."""
+        parts = np.ones(len(self), np.int64)
+        starts = np.flatnonzero(borders)
+        if len(starts):
+            sizes = np.add.reduceat(self.wire, starts)
+            parts[starts] = np.maximum(1, np.ceil(sizes / part_bytes)).astype(np.int64)
+        return np.where(self.sliceable, parts, 1)
+
+    def groups(self, borders: Flags) -> list[tuple[int, ...]]:
+        """Units of each group."""
+        return [tuple(part.tolist()) for part in np.split(np.arange(len(self)), np.flatnonzero(borders)[1:])]
+
+    def strategy(self, state: State, base: Strategy) -> Strategy:
+        """`base` with the groups, slices and order of a state."""
+        _, slices, made, _ = self.run(state)
+        order = ((int(group), int(start), int(stop)) for group, start, stop in slices[:made])
+        return self.explicit(self.groups(state.borders), order, base, barrier=state.barrier)
+
+    def explicit(
+        self,
+        groups: Iterable[tuple[int, ...]],
+        order: Iterable[tuple[int, int, int]],
+        base: Strategy,
+        *,
+        barrier: bool = False,
+    ) -> Strategy:
+        """`base` with these groups of units, and (group, start, stop) in this order."""
+        configs: dict[str, VariableConfig] = {}
+        for number, units in enumerate(groups):
+            for unit in units:
+                shard = self.shards[unit].model_copy(update={"group": number})
+                configs |= dict.fromkeys(self.names[unit], VariableConfig(shards=(shard,)))
+        kept = base.schedule.mode if base.schedule.mode != "barrier" else "auto"
+        issued = tuple(Slice(group=group, start=start, stop=stop) for group, start, stop in order)
+        schedule = Schedule(
+            policy="explicit" if issued else "fifo",
+            order=issued,
+            in_flight=base.schedule.in_flight,
+            mode="barrier" if barrier else kept,
+        )
+        # Variables keep the order of the base, so that two strategies compare line by line.
+        listed = [name for name in base.variables if name in configs]
+        ordered = {name: configs[name] for name in dict.fromkeys((*listed, *configs))}
+        return base.model_copy(update={"variables": {**base.variables, **ordered}, "schedule": schedule})
+
+
+@njit(cache=True)
+def serve_chain(
+    ready: Any,
+    elements: Any,
+    wire: Any,
+    update: Any,
+    overhead: Any,
+    per_byte: Any,
+    lag: Any,
+    forward_order: Any,
+    before: Any,
+    after: float,
+    backward: float,
+    gap: float,
+    update_call: float,
+    borders: Any,
+    parts: Any,
+    urgency: Any,
+    barrier: bool,
+) -> Any:
+    """Step seconds, slices (group, start, stop), their number, arrival of each group."""
+    count = len(ready)
+    group_of = np.empty(count, np.int64)
+    first = np.empty(count, np.int64)
+    group_ready, group_wire, group_update = np.zeros(count), np.zeros(count), np.zeros(count)
+    group_urgency = np.full(count, np.inf)
+    group_elements = np.zeros(count, np.int64)
+    groups = 0
+    most_parts = 0
+    for unit in range(count):
+        if borders[unit]:
+            first[groups] = unit
+            groups += 1
+        group = groups - 1
+        group_of[unit] = group
+        group_ready[group] = max(group_ready[group], ready[unit])
+        group_wire[group] += wire[unit]
+        group_update[group] += update[unit]
+        group_elements[group] += elements[unit]
+        group_urgency[group] = min(group_urgency[group], urgency[unit])
+    for group in range(groups):
+        most_parts += max(1, min(parts[first[group]], group_elements[group]))
+    slices = np.empty((most_parts, 3), np.int64)
+    made = 0
+    arrival = np.zeros(groups)
+    sent = np.zeros(groups, np.int64)
+    by_ready = np.argsort(group_ready[:groups], kind="mergesort")
+    # Ready groups, the most urgent last.
+    waiting = np.empty(groups, np.int64)
+    size = 0
+    arrived = 0
+    now = 0.0
+    while True:
+        while arrived < groups and group_ready[by_ready[arrived]] <= now:
+            size = _queue(waiting, size, by_ready[arrived], group_urgency)
+            arrived += 1
+        if size == 0:
+            if arrived == groups:
+                break
+            now = group_ready[by_ready[arrived]]
+            continue
+        size -= 1
+        group = waiting[size]
+        head = first[group]
+        total = group_elements[group]
+        cuts = max(1, min(parts[head], total))
+        # Parts as even as whole elements allow: the first ones are one longer.
+        begin = sent[group] * (total // cuts) + min(sent[group], total % cuts)
+        now += overhead[head]
+        stop = begin
+        while True:
+            sent[group] += 1
+            reached = sent[group] * (total // cuts) + min(sent[group], total % cuts)
+            now += per_byte[head] * group_wire[group] * (reached - stop) / total
+            stop = reached
+            if sent[group] == cuts:
+                arrival[group] = now + lag[head]
+                break
+            while arrived < groups and group_ready[by_ready[arrived]] <= now:
+                size = _queue(waiting, size, by_ready[arrived], group_urgency)
+                arrived += 1
+            if size and group_urgency[waiting[size - 1]] < group_urgency[group]:
+                size = _queue(waiting, size, group, group_urgency)
+                break
+        slices[made, 0] = group
+        slices[made, 1] = begin
+        slices[made, 2] = stop
+        made += 1
+    clock = backward
+    if barrier:
+        for group in range(groups):
+            clock = max(clock, arrival[group])
+        clock += update_call + gap + after
+        for place in range(count):
+            clock += before[place] + update[place]
+        return clock, slices, made, arrival
+    clock += gap
+    settled = np.zeros(groups, np.bool_)
+    for place in range(count):
+        clock += before[place]
+        group = group_of[forward_order[place]]
+        if not settled[group]:
+            settled[group] = True
+            clock = max(clock, arrival[group]) + update_call + group_update[group]
+    return clock + after, slices, made, arrival
+
+
+@njit(cache=True)
+def _queue(waiting: Any, size: int, group: int, urgency: Any) -> int:
+    position = size
+    while position > 0 and urgency[waiting[position - 1]] < urgency[group]:
+        waiting[position] = waiting[position - 1]
+        position -= 1
+    waiting[position] = group
+    return size + 1
+
+
+def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: float = 0.0) -> Chain | None:
+    """The chain of a plan in which every variable travels whole and every replica applies its update; else None.
+
+    Compute is that of the slowest rank, lengthened by what communication takes from it in this plan. `slack_seconds`
+    are added to every ready time, for orders that must hold though gradients come late.
+    """
+    arrays = arrays_of(plan, costs)
+    variables = plan.graph.gradient_order
+    if arrays is None or not variables or any(_travels_in_parts(plan.strategy.config(v.name)) for v in variables):
+        return None
+    forward, backward = _compute(arrays)
+    ends = np.cumsum(backward)
+    behind = [s for s in plan.segments if s.phase != "forward" or s.recomputed or s.microbatch]
+    ahead = [s for s in plan.segments if s.phase == "forward" and not (s.recomputed or s.microbatch)]
+    ready = {name: float(ends[i]) for i, segment in enumerate(behind) for name in segment.completes}
+    units = _units(plan, coarsen)
+    reads = {name: (i, j) for i, segment in enumerate(ahead) for j, name in enumerate(segment.reads)}
+    # The first segment also takes what none reads, after its own.
+    unread = (0, len(plan.graph.variables))
+    place = [min((reads.get(name, unread) for name in names), default=unread) for names in units]
+    order = np.array(sorted(range(len(units)), key=lambda unit: place[unit]), np.int64)
+    edges = np.concatenate((np.zeros(1), np.cumsum(forward)))
+    at = edges[[place[unit][0] for unit in order.tolist()]]
+    shards = tuple(plan.strategy.config(names[0]).shards[0].model_copy(update={"group": None}) for names in units)
+    price = {shard: _price(plan, costs, shard) for shard in dict.fromkeys(shards)}
+    prices = np.array([price[shard] for shard in shards])
+    updates = _updates(plan, costs)
+    update = np.array([sum(updates[name] for name in names) for names in units])
+    before = np.diff(at, prepend=0.0)
+    after = float(edges[-1] - at[-1])
+    return Chain(
+        names=tuple(units),
+        shards=shards,
+        ready=np.array([max(ready[name] for name in names) for names in units]) + slack_seconds,
+        elements=np.array([sum(plan.graph.variable(name).elements for name in names) for names in units], np.int64),
+        wire=np.array(
+            [
+                float(sum(_wire_bytes(plan.graph.variable(name), shard) for name in names))
+                for names, shard in zip(units, shards, strict=True)
+            ]
+        ),
+        update=update,
+        overhead=np.ascontiguousarray(prices[:, 0]),
+        lag=np.ascontiguousarray(prices[:, 1]),
+        per_byte=np.ascontiguousarray(prices[:, 2]),
+        forced=_forced(plan, units, shards),
+        sliceable=np.array([s.synchronizer == "all_reduce" and s.encoder.sliceable for s in shards], np.bool_),
+        forward_order=order,
+        before=before,
+        after=after,
+        tail=_tails(order, before, update, after),
+        backward=float(ends[-1]) if len(ends) else 0.0,
+        gap=arrays.gap,
+        update_call=costs.update(0, 0.0),
+    )
+
+
+def _travels_in_parts(config: VariableConfig) -> bool:
+    return config.shard_count > 1
+
+
+def _compute(arrays: StepArrays) -> tuple[Floats, Floats]:
+    """Forward and backward seconds of the slowest role, in a step of the steady state."""
+    role = int(np.argmax(arrays.forward.sum(axis=1) + arrays.backward.sum(axis=1)))
+    forward, backward = arrays.forward[role], arrays.backward[role]
+    if arrays.interference > 0:
+        added = arrays.replay()[2][role, -2]
+        behind = 1 + len(forward) + len(arrays.update)
+        forward = forward + added[1 : 1 + len(forward)]
+        backward = backward + added[behind : behind + len(backward)]
+    return forward, backward
+
+
+def _units(plan: Plan, coarsen: bool) -> list[tuple[str, ...]]:
+    """Variables that always travel together, by kind of message and in gradient order."""
+    chains: dict[object, list[list[Variable]]] = {}
+    for variable in plan.graph.gradient_order:
+        shard = plan.strategy.config(variable.name).shards[0].model_copy(update={"group": None})
+        fusible = shard.synchronizer == "all_reduce"
+        units = chains.setdefault((shard, variable.dtype, "" if fusible else variable.name), [])
+        if coarsen and units and _module(units[-1][-1]) == _module(variable):
+            units[-1].append(variable)
+        else:
+            units.append([variable])
+    return [tuple(variable.name for variable in unit) for units in chains.values() for unit in units]
+
+
+def _module(variable: Variable) -> str:
+    return variable.name.rpartition(".")[0]
+
+
+def _forced(plan: Plan, units: list[tuple[str, ...]], shards: tuple[Shard, ...]) -> Flags:
+    kinds = [
+        (shard, plan.graph.variable(names[0]).dtype, "" if shard.synchronizer == "all_reduce" else names[0])
+        for names, shard in zip(units, shards, strict=True)
+    ]
+    return np.array([i == 0 or kind != kinds[i - 1] for i, kind in enumerate(kinds)], np.bool_)
+
+
+def _wire_bytes(variable: Variable, shard: Shard) -> int:
+    """Encoded bytes of one replica's gradient."""
+    item = ITEM_BYTES[variable.dtype]
+    match shard.synchronizer:
+        case "sparse_all_gather":
+            return sparse_bytes(Piece(variable.name, tuple((0, length) for length in variable.shape)), variable)
+        case "factor_broadcast":
+            height = variable.shape[0]
+            return variable.factor_rows * (height + variable.elements // height) * item
+        case _:
+            return encoded_bytes(shard.encoder, variable.shape, item)
+
+
+def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]:
+    """Seconds for which a collective takes the link without bytes, until its result is there, and for each byte."""
+    summed = shard.synchronizer == "all_reduce" and not shard.encoder.gathered
+    probe = Task(
+        index=0,
+        kind="all_reduce" if summed else "all_gather",
+        message=0,
+        stage=0,
+        start=0,
+        stop=1,
+        ranks=shard.reduction_order or plan.replicas,
+        root=None,
+        wire_bytes=0,
+        waits_for=(),
+        after=(),
+        delivers=(),
+    )
+    in_flight = plan.strategy.schedule.in_flight
+    overhead, lag = costs.collective(probe, plan.cluster, in_flight)
+    megabyte = 10**6
+    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), plan.cluster, in_flight)
+    return overhead, lag, (larger - overhead) / megabyte
+
+
+def _updates(plan: Plan, costs: Costs) -> dict[str, float]:
+    """Seconds of each variable's update, without the cost of the call."""
+    estimates = variable_updates(plan)
+    call = costs.update(0, 0.0)
+    return {v.name: costs.update(v.bytes, estimates.get(v.name, 0.0)) - call for v in plan.graph.gradient_order}
+
+
+def _tails(order: Integers, before: Floats, update: Floats, after: float) -> Floats:
+    tail = np.empty(len(order))
+    remaining = after
+    for place in range(len(order) - 1, -1, -1):
+        remaining += update[order[place]]
+        tail[order[place]] = remaining
+        remaining += before[place]
+    return tail
+
+
+def link_seconds(plan: Plan, costs: Costs, variable: Variable, shard: Shard) -> float:
+    """Seconds for which one variable alone would take the link."""
+    overhead, _, per_byte = _price(plan, costs, shard)
+    return overhead + per_byte * _wire_bytes(variable, shard)

@@ -1,0 +1,336 @@
+"""Plan + Costs → the seconds of a training step, in tens of microseconds: dPRO's partial replay for searches.
+
+Where every replica applies every update (all-reduce, gathered rows, broadcast factors), a step is a chain of compute per
+role and one queue for the link, so the clock can be advanced over flat arrays without building a task graph. The result
+equals `simulate(plan, costs).iteration_time`. Plans with servers, sharded updates or staleness are replayed in full.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
+from offbeat.graph import ModelGraph
+from offbeat.plan import Plan, lower
+from offbeat.search.pace_link import Floats
+from offbeat.simulate import simulate
+from offbeat.simulate.predict import SHOWN_RANKS, STEADY_STEPS, busy_until
+from offbeat.simulate.roles import Roles, find_roles
+from offbeat.strategy import Strategy
+
+REPLICATED = ("all_reduce", "sparse_all_gather", "factor_broadcast")
+"""Synchronisers after which every replica applies the update itself."""
+_INTERFERENCE_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """One step of a plan as arrays. Roles are rows; times are seconds."""
+
+    forward: Floats
+    backward: Floats
+    """Everything after the first micro-batch's forward: backward, recomputation, further micro-batches."""
+    settle_position: NDArray[np.int64]
+    """Forward segment before which a component is waited for and updated, in order."""
+    settle_component: NDArray[np.int64]
+    update: Floats
+    """Of each component: messages that hold parts of the same variables."""
+    ready: NDArray[np.int64]
+    """Of each task in issue order: the segment of `backward` that completes its last gradient."""
+    component: NDArray[np.int64]
+    occupied: Floats
+    lag: Floats
+    gap: float
+    optimizer: float
+    """The one update of barrier mode."""
+    barrier: bool
+    interference: float
+    weight: Floats
+    """Ranks that each role stands for in the mean over ranks."""
+
+    @cached_property
+    def slots(self) -> int:
+        """Compute tasks of one step: the gap, forward, updates, backward, the optimizer."""
+        return 2 + self.forward.shape[1] + len(self.update) + self.backward.shape[1]
+
+    def seconds(self, steps: int = STEADY_STEPS) -> float:
+        """Seconds of a step that training settles into."""
+        begins = self.replay(steps)[0]
+        return float((begins[:, -1] - begins[:, -2]) @ self.weight / self.weight.sum())
+
+    def replay(self, steps: int = STEADY_STEPS) -> tuple[Floats, Floats, Floats]:
+        """Start of each role's steps; end of each task in each step; seconds that interference adds to each slot."""
+        roles = len(self.forward)
+        extra = np.zeros((roles, steps, self.slots))
+        if self.interference <= 0:
+            begins, _, _, _, ends = self._run(steps, extra)
+            return begins, ends, extra
+        begins, start, end, link_start, ends = self._run(steps, extra)
+        computing = end > start
+        share = self.interference / (1 + self.interference)
+        for _ in range(_INTERFERENCE_ROUNDS):
+            busy = busy_until(link_start.ravel(), ends.ravel())
+            extra = np.where(computing, (busy(end) - busy(start)) * share, 0.0)
+            begins, start, end, link_start, ends = self._run(steps, extra)
+        return begins, ends, extra
+
+    def _run(self, steps: int, extra: Floats) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        return _replay(
+            self.forward,
+            self.backward,
+            self.settle_position,
+            self.settle_component,
+            self.update,
+            self.ready,
+            self.component,
+            self.occupied,
+            self.lag,
+            self.gap,
+            self.optimizer,
+            self.barrier,
+            steps,
+            extra,
+        )
+
+
+@njit(cache=True)
+def _replay(
+    forward: Any,
+    backward: Any,
+    settle_position: Any,
+    settle_component: Any,
+    update: Any,
+    ready: Any,
+    component: Any,
+    occupied: Any,
+    lag: Any,
+    gap: float,
+    optimizer: float,
+    barrier: bool,
+    steps: int,
+    extra: Any,
+) -> Any:
+    """Starts of steps, starts and ends of compute slots, starts and ends of the link's tasks."""
+    roles, length = forward.shape
+    behind = backward.shape[1]
+    tasks = len(ready)
+    updates_at, backward_at = 1 + length, 1 + length + len(update)
+    begins = np.zeros((roles, steps))
+    start = np.zeros(extra.shape)
+    end = np.zeros(extra.shape)
+    link_start = np.zeros((steps, tasks))
+    link_end = np.zeros((steps, tasks))
+    clock = np.zeros(roles)
+    arrival = np.zeros(len(update))
+    done = np.zeros((roles, behind))
+    issued = 0.0
+    free = 0.0
+    for step in range(steps):
+        for role in range(roles):
+            now = clock[role]
+            begins[role, step] = now
+            begun = gap > 0.0
+            if begun:
+                start[role, step, 0] = now
+                now += gap + extra[role, step, 0]
+                end[role, step, 0] = now
+            settle = 0
+            for position in range(length):
+                while not barrier and step and settle < len(settle_position) and settle_position[settle] == position:
+                    part = settle_component[settle]
+                    now = max(now, arrival[part])
+                    if not begun:
+                        begins[role, step] = now
+                        begun = True
+                    start[role, step, updates_at + part] = now
+                    now += update[part] + extra[role, step, updates_at + part]
+                    end[role, step, updates_at + part] = now
+                    settle += 1
+                begun = True
+                start[role, step, 1 + position] = now
+                now += forward[role, position] + extra[role, step, 1 + position]
+                end[role, step, 1 + position] = now
+            for position in range(behind):
+                slot = backward_at + position
+                start[role, step, slot] = now
+                now += backward[role, position] + extra[role, step, slot]
+                end[role, step, slot] = now
+                done[role, position] = now
+            clock[role] = now
+        arrival[:] = 0.0
+        for task in range(tasks):
+            for role in range(roles):
+                issued = max(issued, done[role, ready[task]])
+            link_start[step, task] = max(issued, free)
+            free = link_start[step, task] + occupied[task]
+            link_end[step, task] = free
+            arrival[component[task]] = max(arrival[component[task]], free + lag[task])
+        if barrier:
+            slot = extra.shape[2] - 1
+            for role in range(roles):
+                now = clock[role]
+                for part in range(len(arrival)):
+                    now = max(now, arrival[part])
+                start[role, step, slot] = now
+                now += optimizer + extra[role, step, slot]
+                end[role, step, slot] = now
+                clock[role] = now
+    return begins, start, end, link_start, link_end
+
+
+def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
+    """The plan's step as arrays; None where only a full replay can tell how it runs."""
+    if any(m.synchronizer not in REPLICATED or m.staleness or m.asynchronous for m in plan.messages):
+        return None
+    ahead = [i for i, s in enumerate(plan.segments) if s.phase == "forward" and not (s.recomputed or s.microbatch)]
+    behind = [i for i in range(len(plan.segments)) if i not in set(ahead)]
+    if not ahead or ahead[0] != 0:
+        return None
+    roles = find_roles(plan, costs.compute_scale, fold)
+    seconds = segment_seconds(plan, costs, roles)
+    done_at = {name: place for place, i in enumerate(behind) for name in plan.segments[i].completes}
+    components, component_of = _components(plan)
+    estimates = _message_updates(plan)
+    heads = [e for e in roles.exchanges if e.task.stage == 0 and e.task.kind != "update"]
+    price = [_exchange_cost(plan, costs, exchange.same) for exchange in heads]
+    message_ready = [max((done_at[name] for name in m.variables), default=0) for m in plan.messages]
+    settles = _settles(plan, ahead, component_of)
+    size = sum(m.bytes for m in plan.messages)
+    return StepArrays(
+        forward=np.ascontiguousarray(seconds[:, ahead]),
+        backward=np.ascontiguousarray(seconds[:, behind]),
+        settle_position=np.array([position for position, _ in settles], np.int64),
+        settle_component=np.array([number for _, number in settles], np.int64),
+        update=np.array([_update_seconds(plan, costs, estimates, part) for part in components], np.float64),
+        ready=np.array([message_ready[e.task.message] for e in heads], np.int64),
+        component=np.array([component_of[e.task.message] for e in heads], np.int64),
+        occupied=np.array([cost[0] for cost in price], np.float64),
+        lag=np.array([cost[1] for cost in price], np.float64),
+        gap=max(0.0, costs.gap_seconds),
+        optimizer=costs.update(size, sum(estimates.values())) if plan.messages else 0.0,
+        barrier=plan.mode == "barrier",
+        interference=costs.interference,
+        weight=_weights(roles),
+    )
+
+
+def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> Floats:
+    """Compute seconds of each role (row) in each segment (column)."""
+    rows = []
+    for rank in roles.representatives:
+        node = plan.cluster.device_of(rank)
+        scale = costs.compute_scale.get(rank, 1.0)
+        rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
+    return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
+
+
+def variable_updates(plan: Plan) -> dict[str, float]:
+    """Seconds that the optimizer spends on each variable, measured or by the bytes it moves."""
+    node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
+    updates: dict[str, float] = {}
+    for operator in plan.graph.phase("optimizer"):
+        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+        for name in operator.variables:
+            updates[name] = operator.seconds if operator.seconds is not None else moved
+    return updates
+
+
+def _message_updates(plan: Plan) -> dict[int, float]:
+    per_variable = variable_updates(plan)
+    elements = {variable.name: variable.elements for variable in plan.graph.variables}
+    return {
+        m.index: sum(per_variable.get(p.variable, 0.0) * p.elements / elements[p.variable] for p in m.pieces)
+        for m in plan.messages
+    }
+
+
+def _update_seconds(plan: Plan, costs: Costs, estimates: dict[int, float], part: list[int]) -> float:
+    size = sum(plan.messages[index].bytes for index in part)
+    return costs.update(size, sum(estimates[index] for index in part))
+
+
+def _exchange_cost(plan: Plan, costs: Costs, same: tuple[Any, ...]) -> tuple[float, float]:
+    in_flight = plan.strategy.schedule.in_flight
+    different = {task.ranks: task for task in same}
+    return max(costs.collective(task, plan.cluster, in_flight) for task in different.values())
+
+
+def _components(plan: Plan) -> tuple[list[list[int]], dict[int, int]]:
+    """Messages that hold parts of the same variables and so are updated together; and the component of each."""
+    leader = list(range(len(plan.messages)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            index = leader[index]
+        return index
+
+    first: dict[str, int] = {}
+    for message in plan.messages:
+        for name in message.variables:
+            leader[find(message.index)] = find(first.setdefault(name, message.index))
+    grouped: dict[int, list[int]] = defaultdict(list)
+    for message in plan.messages:
+        grouped[find(message.index)].append(message.index)
+    parts = list(grouped.values())
+    return parts, {index: number for number, part in enumerate(parts) for index in part}
+
+
+def _settles(plan: Plan, ahead: list[int], component_of: dict[int, int]) -> list[tuple[int, int]]:
+    """(forward position, component) in the order in which forward waits; the first segment takes what none reads."""
+    holding: dict[str, list[int]] = defaultdict(list)
+    for message in plan.messages:
+        for name in message.variables:
+            holding[name].append(component_of[message.index])
+    seen: dict[int, int] = {}
+    place = {segment: position for position, segment in enumerate(ahead)}
+    never = len(ahead)
+    for index, segment in enumerate(plan.segments):
+        for name in segment.reads:
+            for number in holding.get(name, ()):
+                seen.setdefault(number, place.get(index, never))
+    for number in dict.fromkeys(component_of.values()):
+        seen.setdefault(number, 0)
+    return sorted(((position, number) for number, position in seen.items() if position < never), key=lambda s: s[0])
+
+
+def _weights(roles: Roles) -> Floats:
+    everyone = sum(len(ranks) for ranks in roles.ranks)
+    shown = everyone <= SHOWN_RANKS
+    return np.array([len(ranks) if shown else 1 for ranks in roles.ranks], np.float64)
+
+
+def step_seconds(plan: Plan, costs: Costs, *, fold: bool = True, partial: bool = True) -> float:
+    """Seconds of a step in the steady state: by arrays where that is exact, else (or if not `partial`) by replay."""
+    arrays = arrays_of(plan, costs, fold=fold) if partial else None
+    if arrays is not None:
+        return arrays.seconds()
+    return simulate(plan, costs, fold=fold, memory=False).iteration_time
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Strategies of one model on one cluster → seconds."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    costs: Costs
+    symmetry: bool = True
+    """Ranks that behave alike are replayed once."""
+    partial_replay: bool = True
+    """Where it is exact, a step is evaluated on arrays instead of a task graph."""
+
+    def plan(self, strategy: Strategy) -> Plan:
+        return lower(self.graph, self.cluster, strategy)
+
+    def seconds(self, strategy: Strategy) -> float:
+        """Step time of a strategy."""
+        return self.plan_seconds(self.plan(strategy))
+
+    def plan_seconds(self, plan: Plan) -> float:
+        return step_seconds(plan, self.costs, fold=self.symmetry, partial=self.partial_replay)
