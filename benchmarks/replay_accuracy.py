@@ -5,7 +5,7 @@
 For each model, number of hosts and bandwidth the workers run every strategy in turn: steps without a recorder give the
 measured time, further steps with it the profile. Then
   same      each profile is replayed and compared with the measured time of its own run;
-  cross     the profile of one run (the middle bandwidth, Offbeat's `overlap`) predicts all the others;
+  cross     the profile of one run (the slow link, Offbeat's `overlap`) predicts all the others;
   daydream  as `cross`, but every tensor takes its size over the bandwidth and nothing else;
   unaligned as `same`, from traces whose clocks were set apart by up to 50 ms and not aligned again.
 With two hosts compute is real, with four it is paced, as in `step_time.py`. Errors are |predicted / measured - 1|.
@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from step_time import PACED_STEP_SECONDS, build, local_compute_seconds, machine, make_step, parameter_bytes, timed
 
-NETWORK_OVER_COMPUTE = {"slow": 1.6, "middle": 1.0, "fast": 0.5}
+NETWORK_OVER_COMPUTE = {"slow": 1.4, "fast": 0.6}
 STRATEGIES = ("ddp", "ddp 1MiB", "overlap", "wfbp", "ps_load_balanced")
-PROFILED = ("middle", "overlap")
+PROFILED = ("slow", "overlap")
 WARM_UP, TIMED, RECORDED = 10, 20, 14
 SKEW_SECONDS, DRIFT = 0.05, 50e-6
 
@@ -35,7 +35,10 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
     parser.add_argument("--model", choices=("vgg", "resnet", "transformer"), action="append")
     parser.add_argument("--speed", choices=NETWORK_OVER_COMPUTE, action="append")
-    parser.add_argument("--keep", type=Path, help="keep the traces in this folder")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the traces in this folder; runs that are there already are taken"
+    )
+    parser.add_argument("--run-only", action="store_true", help="run and record, predict nothing (with --keep)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -47,24 +50,33 @@ def main() -> None:
     try:
         for hosts in options.hosts or (2, 4):
             for model in options.model or ("vgg", "resnet", "transformer"):
-                rows += evaluate(folder, hosts, model, speeds)
+                rows += evaluate(folder, hosts, model, speeds, options.run_only)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+    if options.run_only:
+        return
     result = {"benchmark": "replay_accuracy", "machine": machine(), "summary": summary(rows), "rows": rows}
     print(json.dumps(result["summary"], indent=1), file=sys.stderr)
     if options.json:
         print(json.dumps(result, indent=1))
 
 
-def evaluate(folder: Path, hosts: int, model: str, speeds: tuple[str, ...]) -> list[dict]:
+def evaluate(folder: Path, hosts: int, model: str, speeds: tuple[str, ...], run_only: bool) -> list[dict]:
     """Runs everything for one model on so many hosts and predicts it."""
     paced = hosts > 2
-    compute = PACED_STEP_SECONDS if paced else local_compute_seconds(model)
+    compute = 0.0
     rows = []
     for speed in speeds:
-        bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
-        rows += run(folder, hosts, model, speed, bandwidth, paced)
+        done = folder / f"{model}-{hosts}-{speed}.json"
+        if not done.exists():
+            compute = compute or (PACED_STEP_SECONDS if paced else local_compute_seconds(model))
+            bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.write_text(json.dumps(run(folder, hosts, model, speed, bandwidth, paced)))
+        rows += json.loads(done.read_text())
+    if run_only:
+        return rows
     predict_same(folder, rows)
     predict_cross(folder, rows)
     for row in rows:
@@ -95,7 +107,7 @@ def run(folder: Path, hosts: int, model: str, speed: str, bandwidth: float, pace
             "speed": speed,
             "bandwidth": bandwidth,
             "strategy": strategy,
-            "folder": f"{case['folder']}/{strategy.replace(' ', '-')}",
+            "trace": f"{model}-{hosts}-{speed}/{strategy.replace(' ', '-')}",
             **measured[strategy],
         }
         for strategy in STRATEGIES
@@ -151,11 +163,11 @@ def predict_same(folder: Path, rows: list[dict]) -> None:
     from offbeat.simulate.predict import simulate
 
     for row in rows:
-        profile = load_profile(row["folder"])
+        profile = load_profile(folder / row["trace"])
         plan = lower(profile.graph, profile.cluster, profile.strategy)
         predicted = simulate(plan, profile.costs, memory=False).iteration_time
         row["same"] = round(predicted * 1e3 / row["measured_ms"] - 1, 4)
-        skewed = load_profile(skew(Path(row["folder"]), folder / "skewed"), aligned=False)
+        skewed = load_profile(skew(folder / row["trace"], folder / "skewed"), aligned=False)
         predicted = simulate(lower(skewed.graph, skewed.cluster, skewed.strategy), skewed.costs, memory=False)
         row["unaligned"] = round(predicted.iteration_time * 1e3 / row["measured_ms"] - 1, 4)
 
@@ -177,7 +189,7 @@ def predict_cross(folder: Path, rows: list[dict]) -> None:
     from offbeat.strategy import build_strategy
 
     source = next(row for row in rows if (row["speed"], row["strategy"]) == PROFILED)
-    profile = load_profile(source["folder"])
+    profile = load_profile(folder / source["trace"])
     for row in rows:
         if row is source:
             continue

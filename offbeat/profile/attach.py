@@ -91,8 +91,9 @@ class Attachment:
         self.recorder.step()
         # The first step recorded is cut, because the model is found in its forward.
         if self.recorder.steps > self.steps:
-            self.close()
-            if not self.run_on:
+            if self.run_on:
+                self.close()
+            else:
                 self._end_together()
 
     def _record(self) -> None:
@@ -100,10 +101,14 @@ class Attachment:
         self.recorder.__enter__()
 
     def _end_together(self) -> None:
-        if hasattr(self.root, "flush"):
+        if hasattr(self.root, "_offbeat"):
+            # What the last step left on the wire belongs to it.
             self.root.flush()  # type: ignore[union-attr] # Offbeat's models have it
+        self.close()
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
+            # The interpreter would wait at its end for the backend's threads, and those for the interpreter.
+            dist.destroy_process_group()
         sys.exit(0)
 
     def close(self, error: BaseException | None = None) -> None:

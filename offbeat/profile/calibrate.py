@@ -10,52 +10,55 @@ from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import orjson
 import torch
 import torch.distributed as dist
 
 from offbeat import files
-from offbeat.cost.link import fit_linear
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.runtime.channel import Channel, Work, open_group, wait
 from offbeat.runtime.retime import largest
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
-SIZES = tuple(2**power for power in (12, 14, 16, 18, 19, 20, 21, 22))
+SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
+LARGE_BYTES = 2**18
 IN_A_ROW = 12
 LEFT_OUT = 4
 REPEATS = 3
-LONGEST_SECONDS = 0.2
+LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
 
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, seconds that each of a row took."""
-_round = 0
+_measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
 def calibrate_job(folder: str | PathLike[str]) -> Costs:
-    """Measures all collectives of the running job; rank 0 writes `calibration.json`. Every rank must call it."""
-    global _round  # noqa: PLW0603 - groups opened again need names of their own
-    _round += 1
-    ranks = tuple(range(dist.get_world_size()))
-    backend = dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    me = dist.get_rank()
-    group = open_group(backend, f"offbeat/calibrate/{_round}", ranks, me, 2, timedelta(minutes=5))
-    channel = Channel(group, ranks, me)
-    try:
-        samples = {kind: measure(channel, kind, device) for kind in KINDS}
-    finally:
-        channel.close()
-    costs = Costs(collectives={(kind, len(ranks)): fit(found) for kind, found in samples.items()})
-    if me == 0:
-        content = {"costs": costs.to_dict(), "samples": samples}
-        files.write_atomic(
-            Path(folder) / "calibration.json", orjson.dumps(content, option=orjson.OPT_INDENT_2), "calibration"
-        )
+    """What each collective of the running job costs; rank 0 writes `calibration.json`. Every rank must call it."""
+    samples = measure_job()
+    costs = Costs(collectives={(kind, dist.get_world_size()): fit(found) for kind, found in samples.items()})
+    if dist.get_rank() == 0:
+        content = orjson.dumps({"costs": costs.to_dict(), "samples": samples}, option=orjson.OPT_INDENT_2)
+        files.write_atomic(Path(folder) / "calibration.json", content, "calibration")
     return costs
+
+
+def measure_job() -> dict[str, list[Sample]]:
+    """Samples of every collective among all ranks of the job, measured once in its life."""
+    job = dist.distributed_c10d._get_default_group()
+    if job not in _measured:
+        ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        group = open_group(backend, "offbeat/calibrate", ranks, me, 2, timedelta(minutes=5))
+        channel = Channel(group, ranks, me)
+        try:
+            _measured[job] = {kind: measure(channel, kind, device) for kind in KINDS}
+        finally:
+            channel.close()
+    return _measured[job]
 
 
 def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
@@ -80,11 +83,20 @@ def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[i
 
 
 def fit(samples: Sequence[Sample]) -> CollectiveFit:
-    """Overhead and seconds per byte from the rows, latency from what one alone takes longer."""
-    sizes = [size for size, _, _ in samples]
-    line = fit_linear(sizes, [max(each, 1e-7) for _, _, each in samples])
-    latency = float(np.median([max(0.0, one - each) for _, one, each in samples]))
-    return CollectiveFit(line.latency_seconds, latency, line.seconds_per_byte)
+    """Seconds per byte from the large ones in a row, overhead from the small, latency from what one alone takes longer.
+
+    A line through all sizes would miss both ends: small collectives cost the same whatever their size, and what large
+    ones cost is what a step consists of.
+    """
+    large = [(size, each) for size, _, each in samples if size >= LARGE_BYTES]
+    if len(large) > 1:
+        per_byte = max(0.0, (large[-1][1] - large[0][1]) / (large[-1][0] - large[0][0]))
+    else:
+        per_byte = samples[-1][2] / samples[-1][0]
+    small = [(size, each) for size, _, each in samples if size < LARGE_BYTES]
+    overhead = median(max(0.0, each - per_byte * size) for size, each in small or large)
+    latency = median(max(0.0, one - each) for _, one, each in samples)
+    return CollectiveFit(overhead, latency, per_byte)
 
 
 def starter(channel: Channel, kind: str, size: int, device: torch.device) -> Callable[[], Work]:

@@ -73,6 +73,7 @@ class CollectiveListener:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.count = 0
+        """Of collectives since the step began, which numbers them alike in every step."""
         self.inside = False
         """One function may call another; the outermost counts."""
         self.originals: dict[str, Callable[..., Any]] = {}

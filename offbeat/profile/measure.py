@@ -297,11 +297,12 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs) -> dict[tuple[str, i
             continue
         factors = []
         for rows in steps:
-            fixed = sum(known.overhead_seconds + known.latency_seconds * alone for _, _, alone in rows)
-            variable = sum(known.seconds_per_byte * size for size, _, _ in rows)
-            factors.append((sum(spent for _, spent, _ in rows) - fixed) / variable)
+            expected = sum(known.occupied(size) + known.latency_seconds * alone for size, _, alone in rows)
+            factors.append(sum(spent for _, spent, _ in rows) / expected)
         factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
-        fits[kind, participants] = replace(known, seconds_per_byte=known.seconds_per_byte * factor)
+        fits[kind, participants] = CollectiveFit(
+            known.overhead_seconds * factor, known.latency_seconds * factor, known.seconds_per_byte * factor
+        )
     return fits
 
 
@@ -312,19 +313,30 @@ def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[
     for number in sorted(set.intersection(*(set(steps) for steps in by_step))):
         rows = [{row.task: row for row in steps[number].communication} for steps in by_step]
         found: dict[tuple[str, int], list[tuple[int, float, bool]]] = {}
-        before = 0.0
         spans = []
         for task in set.intersection(*(set(row) for row in rows)):
             issued = max(row[task].issued for row in rows)
             spans.append((issued, max(issued, median(row[task].finished for row in rows)), rows[0][task]))
+        covered: list[tuple[float, float]] = []
         for issued, finished, row in sorted(spans, key=lambda span: span[1]):
-            spent = finished - max(issued, before)
-            found.setdefault((row.kind, row.ranks), []).append((row.bytes, max(0.0, spent), issued >= before))
-            before = max(before, finished)
+            alone = not covered or issued >= covered[-1][1]
+            found.setdefault((row.kind, row.ranks), []).append((row.bytes, _cover(covered, issued, finished), alone))
         for key, samples in found.items():
             if key[1] == len(traces):
                 services.setdefault(key, []).append(samples)
     return services
+
+
+def _cover(covered: list[tuple[float, float]], start: float, end: float) -> float:
+    """Adds an interval that ends after all others to disjoint ones; returns by how much they cover more."""
+    gained, edge = 0.0, end
+    while covered and covered[-1][1] > start:
+        low, high = covered.pop()
+        gained += edge - high
+        edge = low
+    gained += max(0.0, edge - start)
+    covered.append((min(start, edge), end))
+    return gained
 
 
 def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:

@@ -50,6 +50,7 @@ class Recorder:
         self.kind = ""
         self.spent_seconds = 0.0
         """Time this recorder itself has taken on this rank since it was attached."""
+        self.listener: CollectiveListener | None = None
         self.communications: list[tuple[Any, ...]] = []
         self.begin, self.complete, self.optimizer_began = 0.0, True, 0.0
         self._clear()
@@ -86,6 +87,8 @@ class Recorder:
         self._write(line)
         self.steps += 1
         self._clear()
+        if self.listener is not None:
+            self.listener.count = 0
         self.complete = True
         self.begin = time.perf_counter()
         self.spent_seconds += self.begin - now
@@ -185,7 +188,8 @@ class Recorder:
         self.kind = "ddp" if isinstance(module, DistributedDataParallel) else plain
         if isinstance(module, DistributedDataParallel) and listen_to_buckets(module, self):
             return
-        self.handles.append(CollectiveListener(self))
+        self.listener = CollectiveListener(self)
+        self.handles.append(self.listener)
 
     def _header(self, model: torch.nn.Module) -> dict[str, Any]:
         return {

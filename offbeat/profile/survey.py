@@ -94,9 +94,7 @@ def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
     """(bytes per second, seconds of latency) of the links of a ring whose all-reduces took so long."""
     fitted = fit(samples)
     if not fitted.seconds_per_byte:
-        raise OffbeatError(
-            "all_reduce: large messages took no longer than small ones, which tells no bandwidth"
-        )
+        raise OffbeatError("all_reduce: large messages took no longer than small ones, which tells no bandwidth")
     latency = (fitted.overhead_seconds + fitted.latency_seconds) / latency_steps("all_reduce", participants)
     return sent_per_byte("all_reduce", participants) / fitted.seconds_per_byte, latency
 
