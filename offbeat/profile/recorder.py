@@ -32,6 +32,7 @@ from offbeat.profile.listen import CollectiveListener, listen_to_buckets
 from offbeat.timeline import Kind
 
 FORMAT = 1
+TICKS = 24
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
 
@@ -101,9 +102,10 @@ class Recorder:
             handle.remove()
         if self.kind == "offbeat":
             self.root._offbeat.engine.observer = None
-        late = self._take_communication() if self.kind and self.recording else []
-        if late:
-            self._write({"late": late})
+        if self.kind and self.recording:
+            self._write({"late": self._take_communication()})
+            if error is None:
+                self._write({"clock": self._tick()})
         self.recording = False
         self._close()
         if error is None and not self.kind:
@@ -129,10 +131,12 @@ class Recorder:
                 self._listen_to_parameter(name, parameter, sharded)
         self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
         self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+        ticks = self._tick()
         self._listen_to_communication(module)
         if self.calibrate and dist.is_initialized() and dist.get_world_size() > 1:
             calibrate_job(self.folder)
         self._write(self._header(inner))
+        self._write({"clock": ticks})
         # The step under way began before anybody listened.
         self.complete = False
         self.begin = time.perf_counter()
@@ -207,6 +211,20 @@ class Recorder:
             ],
             "gradients": self.parameters,
         }
+
+    def _tick(self) -> list[tuple[float, float]]:
+        """Begin and end of some tiny collectives, which end almost together: by them clocks can be compared."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return []
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        times = []
+        for _ in range(TICKS):
+            begin = time.perf_counter()
+            dist.all_reduce(torch.zeros(1, device=device))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append((begin, time.perf_counter()))
+        return times
 
     # What the hooks note
 

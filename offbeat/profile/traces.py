@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from offbeat.errors import OffbeatError
-from offbeat.profile.align import Alignment, clock_offsets, communication_events
+from offbeat.profile.align import TOGETHER, Alignment, CommunicationEvents, clock_offsets, communication_events
 from offbeat.timeline import COMPUTE, NETWORK, Builder, Kind, Timeline
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -70,6 +70,8 @@ class RankTrace:
     parameters: tuple[tuple[str, tuple[int, ...], str], ...]
     gradients: tuple[str, ...]
     steps: tuple[Step, ...]
+    ticks: tuple[tuple[float, float], ...] = ()
+    """Begin and end of tiny collectives before and after the steps."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -108,11 +110,14 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
         raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': 1")
     notes: list[str] = []
     try:
-        steps, collectives = [], []
+        steps, collectives, ticks = [], [], []
         for line in lines:
             if line is None:
                 notes.append(f"{path}: the last line is cut off; its step is left out")
                 break
+            if "clock" in line:
+                ticks.append([(float(begin), float(end)) for begin, end in line["clock"]])
+                continue
             collectives += [Collective(*row) for row in line.get("late", line.get("communication", ()))]
             if "late" not in line and line["complete"]:
                 steps.append(line)
@@ -126,6 +131,8 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
             parameters=tuple((str(n), tuple(map(int, s)), str(d)) for n, s, d in header["parameters"]),
             gradients=tuple(map(str, header["gradients"])),
             steps=_steps(steps, collectives),
+            # One end of the recording says nothing of how clocks drift.
+            ticks=tuple(tick for part in ticks for tick in part) if len(ticks) == 2 else (),
             notes=tuple(notes),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -198,8 +205,26 @@ def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
         return traces, None
     zero = traces[0].steps[0].begin
     shifted = [_moved(trace, lambda at: at - zero) for trace in traces]
-    alignment = clock_offsets(communication_events(to_timeline(shifted, [])), machines)
+    ticked = all(trace.ticks for trace in shifted) and len({len(trace.ticks) for trace in shifted}) == 1
+    events = _tick_events(shifted) if ticked else communication_events(to_timeline(shifted, []))
+    alignment = clock_offsets(events, machines)
     return [_moved(trace, _clock(alignment, trace.rank)) for trace in shifted], alignment
+
+
+def _tick_events(traces: list[RankTrace]) -> CommunicationEvents:
+    """The tiny collectives as events; their ends differ by microseconds, a job's own by as much as the network does."""
+    count, world = len(traces[0].ticks), len(traces)
+    times = np.array([trace.ticks for trace in traces])
+    zeros = np.zeros(count * world, np.int64)
+    return CommunicationEvents(
+        occurrence=np.tile(np.arange(count), world),
+        rank=np.repeat([trace.rank for trace in traces], count),
+        start=times[:, :, 0].reshape(-1),
+        end=times[:, :, 1].reshape(-1),
+        role=zeros + TOGETHER,
+        family=zeros,
+        ranks=tuple(trace.rank for trace in traces),
+    )
 
 
 def _clock(alignment: Alignment, rank: int) -> Callable[[float], float]:
@@ -213,6 +238,7 @@ def _moved(trace: RankTrace, clock: Callable[[float], float]) -> RankTrace:
     """The trace with every time read off another clock."""
     return replace(
         trace,
+        ticks=tuple((clock(begin), clock(end)) for begin, end in trace.ticks),
         steps=tuple(
             Step(
                 number=step.number,
@@ -291,6 +317,9 @@ def skewed_copy(
             return at + offset + drift * (at - origin)
 
         for line in lines[1:]:
+            if "clock" in line:
+                line["clock"] = [[read(begin), read(end)] for begin, end in line["clock"]]
+                continue
             for row in line.get("late", line.get("communication", ())):
                 row[5:8] = map(read, row[5:8])
             if "late" in line:
