@@ -19,10 +19,13 @@ _HOME = {
     "transfer": "offbeat.strategy",
     "Plan": "offbeat.plan",
     "lower": "offbeat.plan",
+    "Timeline": "offbeat.timeline",
+    "Recorder": "offbeat.profile.recorder",
+    "optimize": "offbeat.search.optimize",
     "distribute": "offbeat.api",
     "OffbeatError": "offbeat.errors",
 }
-_PACKAGES = ("zoo", "emulate")
+_PACKAGES = ("zoo", "simulate", "emulate")
 
 __all__ = [  # noqa: PLE0604 - the table above is the one place that lists the names
     *sorted((*_HOME, *_PACKAGES)),

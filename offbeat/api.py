@@ -23,6 +23,8 @@ from offbeat.strategy import Strategy, build_strategy, builders, check_fits
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
+STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
+"""Set by `offbeat run`: what "auto" stands for in this job."""
 MIN_BUCKET_BYTES = 2**18
 MAX_BUCKET_BYTES = 25 * 2**20
 
@@ -44,7 +46,12 @@ def distribute(
     starts with a plan that fits the link as measured, records some steps, and moves to a better plan if there is one
     (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
     objects.
+
+    A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
+    whole output on every rank (`offbeat.runtime.sharded`).
     """
+    if isinstance(strategy, str) and strategy == "auto":
+        strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
     world = dist.get_world_size()
     cluster = cluster or _this_cluster(world)

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
@@ -50,16 +50,22 @@ def clear_folder(folder: Path) -> None:
 
 
 def run_module(module: str, arguments: Sequence[str], ranks: int, timeout: float | None = None) -> int:
+    """Runs a module on so many ranks; the exit code as `run_script` gives it."""
+    return run_script(["-m", module, *arguments], ranks, {}, timeout)
+
+
+def run_script(arguments: Sequence[str], ranks: int, variables: Mapping[str, str], timeout: float | None = None) -> int:
     """0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 when time was up.
 
-    When one fails the others are ended, because they would wait for it.
+    `arguments` are Python's, `variables` join every rank's environment. When one rank fails the others are ended,
+    because they would wait for it.
     """
     port = _free_port()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            command = [sys.executable, "-m", module, *arguments]
-            processes.append(subprocess.Popen(command, env=rank_environment(rank, ranks, port)))
+            environment = {**rank_environment(rank, ranks, port), **variables}
+            processes.append(subprocess.Popen([sys.executable, *arguments], env=environment))
         return _follow(processes, None if timeout is None else time.monotonic() + timeout)
     finally:
         _stop(processes)

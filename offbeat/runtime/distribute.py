@@ -123,7 +123,7 @@ class Runtime:
         self.engine.step_hooks.append(self._after_first_step)
 
     def _check(self, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
-        """Raises StrategyError unless this model, its optimizer and all ranks can run the plan; else the mode and why."""
+        """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
         _check_optimizer(plan, self.optimizer_class)
         _check_stations(plan)
         _check_ranks_agree(plan)

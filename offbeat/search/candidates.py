@@ -7,11 +7,15 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
+from offbeat.search.optimize import optimize
 from offbeat.search.pace_strategy import pace_strategy
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Strategy, build_strategy
 
 OVERLAP_BUCKETS = tuple(2**power for power in range(17, 24))
+SEARCH_SECONDS = 2.0
+SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
+"""What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
 SLACK_SECONDS = 1e-3
 """A gradient that is later than planned holds up everything after it in a fixed order."""
 BARRIER_BUCKETS = (2**19, 2**20, 2**22, 25 * 2**20)
@@ -58,6 +62,8 @@ def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[t
                 options = {"bucket": bucket, "slice_bytes": slice_bytes}
                 yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
     yield "pace", pace_strategy(graph, cluster, costs, base=_one_in_flight(graph, cluster), slack_seconds=SLACK_SECONDS)
+    searched = optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+    yield "searched", searched
     for bucket in BARRIER_BUCKETS:
         strategy = build_strategy("ddp", graph, cluster, bucket=bucket, first_bucket=min(bucket, 2**20))
         yield f"ddp {bucket // 1024} KiB", strategy

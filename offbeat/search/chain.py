@@ -12,17 +12,18 @@ With `coarsen`, the variables of one module are one unit (dPRO's Coarsened View,
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
+from offbeat.cost.updates import variable_updates
 from offbeat.graph.model import ITEM_BYTES, Variable
 from offbeat.plan import Piece, Plan, Task
 from offbeat.plan.compress import encoded_bytes, sparse_bytes
-from offbeat.search.oracle import StepArrays, arrays_of, variable_updates
+from offbeat.search.chain_kernel import Arrays, serve_chain
+from offbeat.search.oracle import StepArrays, arrays_of
 from offbeat.search.pace_link import Floats
 from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
 
@@ -87,26 +88,12 @@ class Chain:
 
     def run(self, state: State) -> tuple[float, Integers, int, Floats]:
         """(step seconds, slices as rows of group, start, stop in issue order, their number, arrival of each group)."""
-        return serve_chain(*self.arrays, state.borders, state.parts, state.urgency, state.barrier)
+        return serve_chain(self.arrays, state.borders, state.parts, state.urgency, state.barrier)
 
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What the kernels take before the state."""
-        return (
-            self.ready,
-            self.elements,
-            self.wire,
-            self.update,
-            self.overhead,
-            self.per_byte,
-            self.lag,
-            self.forward_order,
-            self.before,
-            self.after,
-            self.backward,
-            self.gap,
-            self.update_call,
-        )
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What the kernels take."""
+        return Arrays(*(getattr(self, name) for name in Arrays._fields))
 
     def state(self, *, fused: bool = False, barrier: bool = False) -> State:
         """Every unit alone (or all that can be, together), uncut, most urgent for the next forward first."""
@@ -179,123 +166,6 @@ class Chain:
         listed = [name for name in base.variables if name in configs]
         ordered = {name: configs[name] for name in dict.fromkeys((*listed, *configs))}
         return base.model_copy(update={"variables": {**base.variables, **ordered}, "schedule": schedule})
-
-
-@njit(cache=True)
-def serve_chain(
-    ready: Any,
-    elements: Any,
-    wire: Any,
-    update: Any,
-    overhead: Any,
-    per_byte: Any,
-    lag: Any,
-    forward_order: Any,
-    before: Any,
-    after: float,
-    backward: float,
-    gap: float,
-    update_call: float,
-    borders: Any,
-    parts: Any,
-    urgency: Any,
-    barrier: bool,
-) -> Any:
-    """Step seconds, slices (group, start, stop), their number, arrival of each group."""
-    count = len(ready)
-    group_of = np.empty(count, np.int64)
-    first = np.empty(count, np.int64)
-    group_ready, group_wire, group_update = np.zeros(count), np.zeros(count), np.zeros(count)
-    group_urgency = np.full(count, np.inf)
-    group_elements = np.zeros(count, np.int64)
-    groups = 0
-    most_parts = 0
-    for unit in range(count):
-        if borders[unit]:
-            first[groups] = unit
-            groups += 1
-        group = groups - 1
-        group_of[unit] = group
-        group_ready[group] = max(group_ready[group], ready[unit])
-        group_wire[group] += wire[unit]
-        group_update[group] += update[unit]
-        group_elements[group] += elements[unit]
-        group_urgency[group] = min(group_urgency[group], urgency[unit])
-    for group in range(groups):
-        most_parts += max(1, min(parts[first[group]], group_elements[group]))
-    slices = np.empty((most_parts, 3), np.int64)
-    made = 0
-    arrival = np.zeros(groups)
-    sent = np.zeros(groups, np.int64)
-    by_ready = np.argsort(group_ready[:groups], kind="mergesort")
-    # Ready groups, the most urgent last.
-    waiting = np.empty(groups, np.int64)
-    size = 0
-    arrived = 0
-    now = 0.0
-    while True:
-        while arrived < groups and group_ready[by_ready[arrived]] <= now:
-            size = _queue(waiting, size, by_ready[arrived], group_urgency)
-            arrived += 1
-        if size == 0:
-            if arrived == groups:
-                break
-            now = group_ready[by_ready[arrived]]
-            continue
-        size -= 1
-        group = waiting[size]
-        head = first[group]
-        total = group_elements[group]
-        cuts = max(1, min(parts[head], total))
-        # Parts as even as whole elements allow: the first ones are one longer.
-        begin = sent[group] * (total // cuts) + min(sent[group], total % cuts)
-        now += overhead[head]
-        stop = begin
-        while True:
-            sent[group] += 1
-            reached = sent[group] * (total // cuts) + min(sent[group], total % cuts)
-            now += per_byte[head] * group_wire[group] * (reached - stop) / total
-            stop = reached
-            if sent[group] == cuts:
-                arrival[group] = now + lag[head]
-                break
-            while arrived < groups and group_ready[by_ready[arrived]] <= now:
-                size = _queue(waiting, size, by_ready[arrived], group_urgency)
-                arrived += 1
-            if size and group_urgency[waiting[size - 1]] < group_urgency[group]:
-                size = _queue(waiting, size, group, group_urgency)
-                break
-        slices[made, 0] = group
-        slices[made, 1] = begin
-        slices[made, 2] = stop
-        made += 1
-    clock = backward
-    if barrier:
-        for group in range(groups):
-            clock = max(clock, arrival[group])
-        clock += update_call + gap + after
-        for place in range(count):
-            clock += before[place] + update[place]
-        return clock, slices, made, arrival
-    clock += gap
-    settled = np.zeros(groups, np.bool_)
-    for place in range(count):
-        clock += before[place]
-        group = group_of[forward_order[place]]
-        if not settled[group]:
-            settled[group] = True
-            clock = max(clock, arrival[group]) + update_call + group_update[group]
-    return clock + after, slices, made, arrival
-
-
-@njit(cache=True)
-def _queue(waiting: Any, size: int, group: int, urgency: Any) -> int:
-    position = size
-    while position > 0 and urgency[waiting[position - 1]] < urgency[group]:
-        waiting[position] = waiting[position - 1]
-        position -= 1
-    waiting[position] = group
-    return size + 1
 
 
 def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: float = 0.0) -> Chain | None:

@@ -1,14 +1,15 @@
 """Plan + Costs → the seconds of a training step, in tens of microseconds: dPRO's partial replay for searches.
 
-Where every replica applies every update (all-reduce, gathered rows, broadcast factors), a step is a chain of compute per
-role and one queue for the link, so the clock can be advanced over flat arrays without building a task graph. The result
-equals `simulate(plan, costs).iteration_time`. Plans with servers, sharded updates or staleness are replayed in full.
+Where every replica applies every update (all-reduce, gathered rows, broadcast factors), a step is a chain of compute
+per role and one queue for the link, so the clock can be advanced over flat arrays without building a task graph. The
+result equals `simulate(plan, costs).iteration_time`. Plans with servers, sharded updates or staleness are replayed in
+full.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
+from offbeat.cost.updates import message_updates
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.search.pace_link import Floats
@@ -81,107 +83,98 @@ class StepArrays:
         return begins, ends, extra
 
     def _run(self, steps: int, extra: Floats) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        return _replay(
-            self.forward,
-            self.backward,
-            self.settle_position,
-            self.settle_component,
-            self.update,
-            self.ready,
-            self.component,
-            self.occupied,
-            self.lag,
-            self.gap,
-            self.optimizer,
-            self.barrier,
-            steps,
-            extra,
-        )
+        return _replay(_Step(*(getattr(self, name) for name in _Step._fields)), steps, extra)
+
+
+class _Step(NamedTuple):
+    """What the kernel reads of StepArrays."""
+
+    forward: Any
+    backward: Any
+    settle_position: Any
+    settle_component: Any
+    update: Any
+    ready: Any
+    component: Any
+    occupied: Any
+    lag: Any
+    gap: float
+    optimizer: float
+    barrier: bool
 
 
 @njit(cache=True)
-def _replay(
-    forward: Any,
-    backward: Any,
-    settle_position: Any,
-    settle_component: Any,
-    update: Any,
-    ready: Any,
-    component: Any,
-    occupied: Any,
-    lag: Any,
-    gap: float,
-    optimizer: float,
-    barrier: bool,
-    steps: int,
-    extra: Any,
-) -> Any:
+def _replay(step: Any, steps: int, extra: Any) -> Any:
     """Starts of steps, starts and ends of compute slots, starts and ends of the link's tasks."""
-    roles, length = forward.shape
-    behind = backward.shape[1]
-    tasks = len(ready)
-    updates_at, backward_at = 1 + length, 1 + length + len(update)
+    roles = len(step.forward)
+    tasks = len(step.ready)
     begins = np.zeros((roles, steps))
-    start = np.zeros(extra.shape)
-    end = np.zeros(extra.shape)
-    link_start = np.zeros((steps, tasks))
-    link_end = np.zeros((steps, tasks))
+    start, end = np.zeros(extra.shape), np.zeros(extra.shape)
+    link_start, link_end = np.zeros((steps, tasks)), np.zeros((steps, tasks))
+    arrival = np.zeros(len(step.update))
     clock = np.zeros(roles)
-    arrival = np.zeros(len(update))
-    done = np.zeros((roles, behind))
     issued = 0.0
     free = 0.0
-    for step in range(steps):
+    first_behind = 1 + step.forward.shape[1] + len(step.update)
+    for turn in range(steps):
         for role in range(roles):
-            now = clock[role]
-            begins[role, step] = now
-            begun = gap > 0.0
-            if begun:
-                start[role, step, 0] = now
-                now += gap + extra[role, step, 0]
-                end[role, step, 0] = now
-            settle = 0
-            for position in range(length):
-                while not barrier and step and settle < len(settle_position) and settle_position[settle] == position:
-                    part = settle_component[settle]
-                    now = max(now, arrival[part])
-                    if not begun:
-                        begins[role, step] = now
-                        begun = True
-                    start[role, step, updates_at + part] = now
-                    now += update[part] + extra[role, step, updates_at + part]
-                    end[role, step, updates_at + part] = now
-                    settle += 1
-                begun = True
-                start[role, step, 1 + position] = now
-                now += forward[role, position] + extra[role, step, 1 + position]
-                end[role, step, 1 + position] = now
-            for position in range(behind):
-                slot = backward_at + position
-                start[role, step, slot] = now
-                now += backward[role, position] + extra[role, step, slot]
-                end[role, step, slot] = now
-                done[role, position] = now
+            row_start, row_end = start[role, turn], end[role, turn]
+            waits = turn > 0 and not step.barrier
+            begins[role, turn], now = _forward(
+                step, role, clock[role], arrival, waits, extra[role, turn], row_start, row_end
+            )
+            for position in range(step.backward.shape[1]):
+                slot = first_behind + position
+                row_start[slot] = now
+                now += step.backward[role, position] + extra[role, turn, slot]
+                row_end[slot] = now
             clock[role] = now
         arrival[:] = 0.0
         for task in range(tasks):
             for role in range(roles):
-                issued = max(issued, done[role, ready[task]])
-            link_start[step, task] = max(issued, free)
-            free = link_start[step, task] + occupied[task]
-            link_end[step, task] = free
-            arrival[component[task]] = max(arrival[component[task]], free + lag[task])
-        if barrier:
-            slot = extra.shape[2] - 1
-            for role in range(roles):
-                now = clock[role]
-                for part in range(len(arrival)):
-                    now = max(now, arrival[part])
-                start[role, step, slot] = now
-                now += optimizer + extra[role, step, slot]
-                end[role, step, slot] = now
-                clock[role] = now
+                issued = max(issued, end[role, turn, first_behind + step.ready[task]])
+            link_start[turn, task] = max(issued, free)
+            free = link_start[turn, task] + step.occupied[task]
+            link_end[turn, task] = free
+            part = step.component[task]
+            arrival[part] = max(arrival[part], free + step.lag[task])
+        for role in range(roles if step.barrier else 0):
+            now = clock[role]
+            for part in range(len(arrival)):
+                now = max(now, arrival[part])
+            start[role, turn, -1] = now
+            clock[role] = now + step.optimizer + extra[role, turn, -1]
+            end[role, turn, -1] = clock[role]
     return begins, start, end, link_start, link_end
+
+
+@njit(cache=True)
+def _forward(step: Any, role: int, now: float, arrival: Any, waits: bool, extra: Any, start: Any, end: Any) -> Any:
+    """When the step begins and when forward ends; with `waits`, after the updates it must wait for."""
+    length = step.forward.shape[1]
+    begin = now
+    begun = step.gap > 0.0
+    if begun:
+        start[0] = now
+        now += step.gap + extra[0]
+        end[0] = now
+    settle = 0
+    for position in range(length):
+        while waits and settle < len(step.settle_position) and step.settle_position[settle] == position:
+            part = step.settle_component[settle]
+            now = max(now, arrival[part])
+            if not begun:
+                begin = now
+                begun = True
+            start[1 + length + part] = now
+            now += step.update[part] + extra[1 + length + part]
+            end[1 + length + part] = now
+            settle += 1
+        begun = True
+        start[1 + position] = now
+        now += step.forward[role, position] + extra[1 + position]
+        end[1 + position] = now
+    return begin, now
 
 
 def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
@@ -196,7 +189,7 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     seconds = segment_seconds(plan, costs, roles)
     done_at = {name: place for place, i in enumerate(behind) for name in plan.segments[i].completes}
     components, component_of = _components(plan)
-    estimates = _message_updates(plan)
+    estimates = message_updates(plan)
     heads = [e for e in roles.exchanges if e.task.stage == 0 and e.task.kind != "update"]
     price = [_exchange_cost(plan, costs, exchange.same) for exchange in heads]
     message_ready = [max((done_at[name] for name in m.variables), default=0) for m in plan.messages]
@@ -228,26 +221,6 @@ def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> Floats:
         scale = costs.compute_scale.get(rank, 1.0)
         rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
     return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
-
-
-def variable_updates(plan: Plan) -> dict[str, float]:
-    """Seconds that the optimizer spends on each variable, measured or by the bytes it moves."""
-    node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
-    updates: dict[str, float] = {}
-    for operator in plan.graph.phase("optimizer"):
-        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
-        for name in operator.variables:
-            updates[name] = operator.seconds if operator.seconds is not None else moved
-    return updates
-
-
-def _message_updates(plan: Plan) -> dict[int, float]:
-    per_variable = variable_updates(plan)
-    elements = {variable.name: variable.elements for variable in plan.graph.variables}
-    return {
-        m.index: sum(per_variable.get(p.variable, 0.0) * p.elements / elements[p.variable] for p in m.pieces)
-        for m in plan.messages
-    }
 
 
 def _update_seconds(plan: Plan, costs: Costs, estimates: dict[int, float], part: list[int]) -> float:

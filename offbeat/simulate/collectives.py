@@ -118,6 +118,13 @@ class GraphBuilder:
 
     def build(self, prioritised: bool = False) -> tuple[TaskGraph, Transactions]:
         """The graph (first ready, first served, unless `prioritised`) and the transaction of each of its tasks."""
+        made = self.columns()
+        priority = made.priority if prioritised else None
+        graph = TaskGraph.from_arrays(made.duration, made.device, made.edges, priority, made.lag, label=made.label)
+        return graph, made.transactions
+
+    def columns(self) -> "Columns":
+        """All blocks joined, for who builds a larger graph of them."""
         kinds = (np.float64, np.int32, np.float64, np.float64, np.int32, np.int32, np.int32, np.int32)
         empty = (np.empty(0),) * len(kinds)
         columns = [
@@ -130,8 +137,19 @@ class GraphBuilder:
         label = (collective + 1).astype(np.int64) << 44
         label += (step + 1).astype(np.int64) << 24
         label += ((chunk + 1).astype(np.int64) << 4) + piece
-        graph = TaskGraph.from_arrays(duration, device, edges, priority if prioritised else None, lag, label=label)
-        return graph, Transactions(collective, chunk, step)
+        return Columns(duration, device, lag, priority, label, edges, Transactions(collective, chunk, step))
+
+
+class Columns(NamedTuple):
+    """What a `GraphBuilder` has collected: one entry per task, and pairs of ids."""
+
+    duration: NDArray[np.float64]
+    device: NDArray[np.int32]
+    lag: NDArray[np.float64]
+    priority: NDArray[np.float64]
+    label: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    transactions: Transactions
 
 
 def ring_all_reduce(

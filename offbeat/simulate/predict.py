@@ -15,10 +15,13 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
 from offbeat.simulate.kernel import Replay, replay
 from offbeat.simulate.roles import Roles, find_roles
-from offbeat.simulate.step import Steps, Tasks, build_steps
+from offbeat.simulate.step import Moments, Steps, build_steps
+from offbeat.simulate.taskgraph import TaskGraph
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
+BARRIER_STEPS, DEFERRED_STEPS = 2, 3
+"""Steps that are expanded: with a barrier all are alike, else the first one has nothing to wait for."""
 SHOWN_STEPS = 2
 """The last steps, which the timeline shows."""
 SHOWN_RANKS = 64
@@ -27,32 +30,50 @@ _ROUNDS = 4
 
 
 def simulate(
-    plan: Plan, costs: Costs | None = None, *, steps: int = STEADY_STEPS, fold: bool = True, memory: bool = True
+    plan: Plan,
+    costs: Costs | None = None,
+    *,
+    steps: int | None = None,
+    fold: bool = True,
+    expand: bool = False,
+    memory: bool = True,
 ) -> Timeline:
     """How a plan would run. The plan of one rank stands for a job in which all ranks do the same.
 
     `costs` hold what was measured of a job; without them compute comes from the graph and the devices' figures, and
-    communication from the cluster's links.
+    communication from the cluster's links. `expand` replays every message that collectives are made of, between all
+    ranks, which takes longer; else a collective is one task on each rank's link. `fold` replays ranks that do the same
+    once.
     """
+    if steps is None:
+        steps = STEADY_STEPS if not expand else BARRIER_STEPS if plan.mode == "barrier" else DEFERRED_STEPS
     if steps < SHOWN_STEPS:
         raise OffbeatError(f"steps: {steps} is less than {SHOWN_STEPS}, which a steady state needs")
-    if plan.rank is not None and any(task.root is not None for task in plan.tasks):
-        raise OffbeatError(
-            f"the plan of rank {plan.rank} alone cannot be replayed: its tasks have roots; lower it for all"
-        )
+    if plan.rank is not None and (expand or any(task.root is not None for task in plan.tasks)):
+        why = "all ranks are expanded" if expand else "its tasks have roots"
+        raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all")
     costs = costs or Costs()
+    if expand:
+        from offbeat.simulate.expand import expand_steps
+
+        roles = find_roles(plan, costs.compute_scale, fold=False)
+        expanded = expand_steps(plan, costs, roles, steps)
+        result = _replay_with_interference(expanded.graph, expanded.device, costs.interference)
+        return _timeline(plan, roles, expanded.steps, expanded.summary(result), steps, memory)
     roles = find_roles(plan, costs.compute_scale, fold)
     built = build_steps(plan, costs, roles, steps)
-    result = _replay_with_interference(built.tasks, costs.interference)
-    return _timeline(plan, roles, built, result, steps, memory)
+    result = _replay_with_interference(built.tasks.graph, np.array(built.tasks.device), costs.interference)
+    return _timeline(plan, roles, built, Moments(result.start, result.end, result.critical_path()), steps, memory)
 
 
-def _replay_with_interference(tasks: Tasks, interference: float) -> Replay:
-    base = np.array(tasks.seconds)
-    result = replay(tasks.graph())
+def _replay_with_interference(
+    graph: Callable[[NDArray[np.float64] | None], TaskGraph], device: NDArray[np.integer], interference: float
+) -> Replay:
+    result = replay(graph(None))
     if interference <= 0:
         return result
-    device = np.array(tasks.device)
+    base = result.graph.duration_seconds
+    # Devices come in pairs: a role computes on an even one and sends on the odd one behind it.
     computing = (device >= 0) & (device % 2 == 0)
     for _ in range(_ROUNDS):
         overlap = np.zeros(len(base))
@@ -62,7 +83,7 @@ def _replay_with_interference(tasks: Tasks, interference: float) -> Replay:
             busy = busy_until(result.start[link], result.end[link])
             overlap[mine] = busy(result.end[mine]) - busy(result.start[mine])
         slower = base + np.where(computing, overlap * interference / (1 + interference), 0.0)
-        result = replay(tasks.graph(slower))
+        result = replay(graph(slower))
     return result
 
 
@@ -83,7 +104,7 @@ def busy_until(
     return lambda at: np.interp(at, times, values)
 
 
-def _timeline(plan: Plan, roles: Roles, built: Steps, result: Replay, steps: int, memory: bool) -> Timeline:
+def _timeline(plan: Plan, roles: Roles, built: Steps, result: Moments, steps: int, memory: bool) -> Timeline:
     tasks = built.tasks
     begins = result.start[built.first]
     finishes = result.end[built.last]
@@ -94,16 +115,15 @@ def _timeline(plan: Plan, roles: Roles, built: Steps, result: Replay, steps: int
     spans = np.flatnonzero((kind >= 0) & (step >= shown))
     position_of = np.full(len(kind), -1)
     position_of[spans] = np.arange(len(spans))
-    path = position_of[result.critical_path()]
+    path = position_of[result.path]
     names = {name: number for number, name in enumerate(dict.fromkeys(tasks.name))}
     gate = np.array(tasks.gate)[spans]
     queued = np.where(gate >= 0, result.end[gate] - zero, np.nan)
-    device = np.array(tasks.device)[spans]
     role = np.array(tasks.role)[spans]
     columns = {
         "start": result.start[spans] - zero,
         "end": result.end[spans] - zero,
-        "track": (device % 2 == 1).astype(np.int32),
+        "track": (kind[spans] == KINDS.index("communication")).astype(np.int32),
         "kind": kind[spans],
         "name": np.array([names[tasks.name[i]] for i in spans], np.int32),
         "step": step[spans] - shown,

@@ -10,11 +10,15 @@ parameters run in `step()`, in the plan's order, as in `offbeat.runtime.engine`.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
+from offbeat.cost.updates import message_updates
 from offbeat.plan import Message, Plan
 from offbeat.simulate.roles import Exchange, Roles
 from offbeat.simulate.taskgraph import TaskGraph
@@ -94,14 +98,22 @@ class Steps:
     """Last compute task of each role in the last step."""
 
 
+class Moments(NamedTuple):
+    """When each task of `Steps` ran, and those on the critical path in time order."""
+
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    path: NDArray[np.integer]
+
+
 def build_steps(plan: Plan, costs: Costs, roles: Roles, steps: int) -> Steps:
     """The tasks of `steps` consecutive steps."""
-    builder = _Builder(plan, costs, roles)
-    firsts = [builder.add_step(step) for step in range(steps)]
-    return Steps(builder.tasks, np.array(firsts).T, np.array(builder.host))
+    return StepBuilder(plan, costs, roles).build(steps)
 
 
-class _Builder:
+class StepBuilder:
+    """Adds step after step to the tasks."""
+
     def __init__(self, plan: Plan, costs: Costs, roles: Roles) -> None:
         self.plan = plan
         self.costs = costs
@@ -114,18 +126,23 @@ class _Builder:
         self.seconds = [self._segment_seconds(rank) for rank in roles.representatives]
         self.components = _components(plan.messages)
         self.readers = self._readers()
-        self.updates = self._update_estimates()
+        self.updates = message_updates(plan)
         self.heads = [i for i, e in enumerate(roles.exchanges) if e.task.stage == 0 and e.task.kind != "update"]
         self.tails = [
             i
             for i, e in enumerate(roles.exchanges)
             if e.task.stage > 0 and plan.messages[e.task.message].synchronizer not in _REPLICATED
         ]
+        self.rings = _Rings(plan.cluster)
         self.cost = [self._exchange_cost(exchange) for exchange in roles.exchanges]
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
         self.issued = 0
+
+    def build(self, steps: int) -> Steps:
+        firsts = [self.add_step(step) for step in range(steps)]
+        return Steps(self.tasks, np.array(firsts).T, np.array(self.host))
 
     # What does not change from step to step
 
@@ -152,28 +169,11 @@ class _Builder:
         readers[0] += [component for number, component in enumerate(self.components) if number not in seen]
         return readers
 
-    def _update_estimates(self) -> dict[int, float]:
-        """Seconds that the optimizer spends on each message, by the graph's optimizer operators."""
-        node = self.plan.cluster.device_of(self.roles.representatives[0])
-        per_variable: dict[str, float] = {}
-        for operator in self.plan.graph.phase("optimizer"):
-            moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
-            seconds = operator.seconds if operator.seconds is not None else moved
-            for name in operator.variables:
-                per_variable[name] = seconds
-        elements = {variable.name: variable.elements for variable in self.plan.graph.variables}
-        return {
-            message.index: sum(
-                per_variable.get(piece.variable, 0.0) * piece.elements / elements[piece.variable]
-                for piece in message.pieces
-            )
-            for message in self.plan.messages
-        }
-
     def _exchange_cost(self, exchange: Exchange) -> tuple[float, float]:
         in_flight = self.plan.strategy.schedule.in_flight
         costs = {task.ranks: task for task in exchange.same}
-        return max(self.costs.collective(task, self.plan.cluster, in_flight) for task in costs.values())
+        rings: Any = self.rings
+        return max(self.costs.collective(task, rings, in_flight) for task in costs.values())
 
     # One step
 
@@ -304,6 +304,14 @@ class _Builder:
         self._compute(role, step, None, "wait", 0.0, arrived)
         seconds = self.costs.update(sum(m.bytes for m in mine), sum(self.updates[m.index] for m in mine))
         self._compute(role, step, "optimizer", "optimizer", seconds)
+
+
+class _Rings:
+    """A cluster that remembers its rings: walking around one of thousands of ranks takes milliseconds."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.ring_bandwidth = cache(cluster.ring_bandwidth)
+        self.ring_latency = cache(cluster.ring_latency)
 
 
 def _components(messages: Sequence[Message]) -> list[list[int]]:

@@ -28,18 +28,35 @@ NAMES = [
     "ModelGraph",
     "OffbeatError",
     "Plan",
+    "Recorder",
     "Strategy",
+    "Timeline",
     "build_strategy",
     "builders",
     "capture",
     "distribute",
     "emulate",
     "lower",
+    "optimize",
     "register_builder",
+    "simulate",
     "transfer",
     "zoo",
 ]
-COMMANDS = ["models", "clusters", "builders", "plan", "emulate", "demo", "doctor"]
+COMMANDS = [
+    "models",
+    "clusters",
+    "builders",
+    "plan",
+    "profile",
+    "replay",
+    "calibrate",
+    "optimize",
+    "run",
+    "emulate",
+    "demo",
+    "doctor",
+]
 
 
 def example(document: str) -> str:

@@ -1,0 +1,196 @@
+"""offbeat profile, replay and calibrate: a running job → traces, predictions, a cluster file."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.cli.app import Json, app
+from offbeat.cli.show import print_facts, print_json, progress, say, stdout_to_stderr
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from offbeat.profile.measure import Profile
+    from offbeat.timeline import Timeline
+
+
+@app.command(
+    epilog="Example: offbeat profile train.py -o trace/ -n 4 -- --epochs 1",
+    # What this command does not know goes to the script, and so does everything behind '--'.
+    context_settings={"ignore_unknown_options": True},
+)
+def profile(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script, unmodified.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 20,
+    plain_steps: Annotated[int, typer.Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
+    run_on: Annotated[bool, typer.Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a training script and record what every rank computes, sends and waits for."""
+    from offbeat.profile.launch import TIMED_OUT, profile_script
+
+    with stdout_to_stderr(as_json):
+        code = profile_script(
+            script, output, ranks, steps=steps, plain_steps=plain_steps, run_on=run_on, timeout=timeout
+        )
+    if code:
+        say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+        raise typer.Exit(code)
+    print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
+
+
+@app.command(epilog="Example: offbeat replay trace/ --what-if bandwidth=2x --what-if workers=64")
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")],
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, "
+            "straggler=3:2x or wire=fp16; several are applied together.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Save the predicted timeline (.json, .json.gz) for Perfetto."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict how a recorded job runs, as it was or with changes, and say where its time goes."""
+    from offbeat.profile.whatif import parse_what_if
+    from offbeat.timeline.diagnosis import diagnose
+
+    changes = [parse_what_if(text) for text in what_if or ()]
+    with progress("reading the traces"):
+        from offbeat.profile.source import load_recording
+        from offbeat.profile.whatif import what_if as predict
+
+        recorded = load_recording(trace)
+    with progress("replaying"):
+        measured = _timeline(recorded)
+        same, _ = predict(recorded, ())
+        result, words = predict(recorded, changes) if changes else (same, "")
+        diagnosis = diagnose(measured if measured.marks.size else result)
+    if output is not None:
+        result.save(output)
+    measured_seconds = measured.iteration_time if measured.marks.size else same.iteration_time
+    facts: dict[str, Any] = {
+        "trace": str(trace),
+        "ranks": len(measured.ranks),
+        "measured_step_seconds": measured_seconds,
+        "replayed_step_seconds": same.iteration_time,
+        "replay_error": same.iteration_time / measured_seconds - 1,
+    }
+    if changes:
+        facts |= {
+            "what_if": words,
+            "predicted_step_seconds": result.iteration_time,
+            "speedup": same.iteration_time / result.iteration_time,
+        }
+    _print_replay(facts, diagnosis, result if changes else None, measured.notes, as_json)
+
+
+@app.command(epilog="Example: offbeat calibrate -o cluster.yaml -n 4")
+def calibrate(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Processes to start on this machine.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which it is ended.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Measure what collectives cost, on this machine or (under torchrun) among the job's ranks."""
+    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not output.parent.is_dir():
+        raise OffbeatError(f"{output}: cannot write the cluster: there is no folder {output.parent}")
+    if inside:
+        from offbeat.profile.survey import main as measure_here
+
+        measure_here(str(output))
+        if os.environ["RANK"] != "0":
+            return
+    else:
+        from offbeat.profile.launch import run_module
+
+        with progress(f"measuring collectives among {ranks} ranks"), stdout_to_stderr(as_json):
+            code = run_module("offbeat.profile.survey", [str(output)], ranks, timeout)
+        if code:
+            raise OffbeatError(f"{output}: not written, because a rank ended with exit code {code}")
+    print_facts(_calibrated(output), as_json)
+
+
+def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
+    """What a recording holds, in a few facts; also shows that it can be read."""
+    from offbeat import files
+    from offbeat.profile.attach import OVERHEAD_FILE
+    from offbeat.profile.measure import load_profile
+    from offbeat.profile.traces import read_traces
+
+    traces, _ = read_traces(folder)
+    loaded = load_profile(folder)
+    overhead = None
+    if (folder / OVERHEAD_FILE).exists():
+        seconds = files.read_json(folder / OVERHEAD_FILE, "overhead")
+        if seconds["plain_step_seconds"] and seconds["recorded_step_seconds"]:
+            overhead = seconds["recorded_step_seconds"] / seconds["plain_step_seconds"] - 1
+    for note in loaded.timeline.notes:
+        say(f"warning: {note}")
+    world, middle = traces[0].world, traces[0].steps[len(traces[0].steps) // 2]
+    if world != ranks:
+        say(f"warning: {ranks} processes were started, but the script made jobs of {world}")
+    return {
+        "trace": str(folder),
+        "job": loaded.job,
+        "ranks": world,
+        "steps": min(len(trace.steps) for trace in traces),
+        "step_seconds": loaded.step_seconds,
+        "recorder_overhead": overhead,
+        "collectives_per_step": len(middle.communication),
+        "communication_bytes": sum(row.bytes for row in middle.communication),
+    }
+
+
+def _timeline(recorded: "Profile | Timeline") -> "Timeline":
+    from offbeat.timeline import Timeline
+
+    return recorded if isinstance(recorded, Timeline) else recorded.timeline
+
+
+def _print_replay(
+    facts: dict[str, Any], diagnosis: Any, predicted: "Timeline | None", notes: tuple[str, ...], as_json: bool
+) -> None:
+    from offbeat.timeline.diagnosis import diagnose
+
+    if as_json:
+        content = facts | {"notes": list(notes), "diagnosis": diagnosis.to_dict()}
+        if predicted is not None:
+            content["predicted_diagnosis"] = diagnose(predicted).to_dict()
+        print_json(content)
+        return
+    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.3g}x".format)
+    print()
+    print(diagnosis.text())
+    if predicted is not None:
+        print()
+        print(diagnose(predicted).text())
+
+
+def _calibrated(path: Path) -> dict[str, Any]:
+    from offbeat import units
+    from offbeat.cluster import ClusterSpec
+
+    spec = ClusterSpec.load(path)
+    node = spec.nodes[0]
+    across = len(spec.nodes) > 1
+    return {
+        "cluster": str(path),
+        "nodes": len(spec.nodes),
+        "ranks": spec.world_size,
+        "bandwidth": units.format_bandwidth(node.bandwidth) if across else None,
+        "latency_seconds": node.latency if across else None,
+        "bandwidth_inside": units.format_bandwidth(node.intra_bandwidth) if node.devices > 1 else None,
+        "latency_inside_seconds": node.intra_latency if node.devices > 1 else None,
+        "tables": len(spec.tables),
+    }

@@ -1,0 +1,89 @@
+"""offbeat optimize and run: a recorded or captured job → the best strategy, and a script run by it."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offbeat.cli.app import Json, app
+from offbeat.cli.catalogue import load_cluster
+from offbeat.cli.planning import capture_model
+from offbeat.cli.show import print_json, progress, say, stdout_to_stderr
+from offbeat.errors import OffbeatError
+
+
+@app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
+def optimize(
+    source: Annotated[str, typer.Argument(help="A recorded folder, a zoo model, or pkg.mod:function.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file; a recording knows its own.")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds to search.")] = 30.0,
+    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search by replay for the strategy with the shortest step, and say what it gains and why."""
+    graph, spec, costs = _job(source, cluster, scale)
+    with progress("searching"):
+        from offbeat.search.explain import explain
+        from offbeat.search.optimize import optimize as search
+
+        best = search(graph, spec, costs=costs, memory_limit=memory_limit, time_limit=time_limit)
+        explanation = explain(best, graph, spec, costs)
+    if output is not None:
+        best.save(output)
+    if as_json:
+        print_json(explanation.to_dict() | {"output": None if output is None else str(output)})
+    else:
+        typer.echo(explanation.text())
+
+
+@app.command(
+    epilog="Example: offbeat run --strategy strategy.json -n 4 train.py -- --epochs 1",
+    context_settings={"ignore_unknown_options": True},
+)
+def run(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
+    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")] = 1,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a training script on this machine's ranks, with a strategy in the place of its 'auto'."""
+    from offbeat.profile.launch import run_script
+
+    if not Path(script[0]).is_file():
+        raise OffbeatError(f"{script[0]}: there is no such script")
+    if strategy != "auto" and Path(strategy).exists():
+        from offbeat.strategy import Strategy
+
+        Strategy.load(strategy)
+        strategy = os.path.abspath(strategy)
+    with stdout_to_stderr(as_json):
+        code = run_script(script, ranks, {"OFFBEAT_STRATEGY": strategy}, timeout)
+    if as_json:
+        print_json({"script": script[0], "strategy": strategy, "ranks": ranks, "exit_code": code})
+    if code:
+        say(f"the job ended with exit code {code}")
+        raise typer.Exit(code)
+
+
+def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, Any, Any]:
+    """(graph, cluster, costs) of a recording or of a model."""
+    if Path(source).is_dir():
+        with progress("reading the traces"):
+            from offbeat.profile.measure import load_profile
+
+            profile = load_profile(source)
+        return profile.graph, load_cluster(cluster) if cluster else profile.cluster, profile.costs
+    if cluster is None:
+        raise OffbeatError(
+            f"--cluster: it is needed, because {source!r} is no recorded folder"
+        )
+    spec = load_cluster(cluster)
+    with progress(f"capturing {source}"):
+        graph = capture_model(source, scale)
+    return graph, spec, None

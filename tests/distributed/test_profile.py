@@ -1,0 +1,183 @@
+"""Real jobs recorded from outside and from inside: what the traces hold, and that they can be replayed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.profile.measure import Profile, load_profile
+from offbeat.profile.source import load_recording
+from offbeat.profile.traces import read_traces
+from offbeat.profile.whatif import what_if
+from offbeat.timeline.diagnosis import diagnose
+
+HIDDEN, LAYERS, STEPS = 256, 3, 6
+BLOCK_BYTES = 4 * (HIDDEN * HIDDEN + HIDDEN)
+MODEL = f"""
+import os, sys
+import torch
+import torch.distributed as dist
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear({HIDDEN}, {HIDDEN}) for _ in range({LAYERS})])
+data = torch.randn(32, {HIDDEN})
+def train(model, optimizer, steps=1000, after=lambda step: None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        after(step)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+JOBS = {
+    "ddp": """
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+train(model, sgd(model))
+""",
+    "fsdp2": """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+train(model, sgd(model))
+""",
+    "offbeat": """
+import offbeat
+model, optimizer = offbeat.distribute(model, sgd(model), strategy="wfbp")
+train(model, optimizer)
+""",
+    "other": """
+with torch.no_grad():
+    model(data)
+train(model, sgd(model))
+""",
+}
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name in ("RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def profile_job(job: str, ranks: int, folder: Path, *more: str) -> dict[str, Any]:
+    (folder / "train.py").write_text(MODEL + JOBS[job])
+    arguments = ["profile", "train.py", "-o", "trace", "-n", str(ranks), "--steps", str(STEPS), "--plain-steps", "4"]
+    done = run([*arguments, "--timeout", "120", "--json", *more], folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("job", "sent"), [("ddp", 1.0), ("offbeat", 1.0), ("fsdp2", 2.5)])
+def test_two_ranks_are_recorded_and_replayed(job: str, sent: float, tmp_path: Path) -> None:
+    facts = profile_job(job, 2, tmp_path)
+    assert (facts["job"], facts["ranks"], facts["steps"]) == (job, 2, STEPS)
+    # Per step: all gradients once; FSDP2 gathers halves twice but for the last layer, and scatters all gradients.
+    assert facts["communication_bytes"] == pytest.approx(sent * LAYERS * BLOCK_BYTES, rel=0.35)
+    profile = load_recording(tmp_path / "trace")
+    assert isinstance(profile, Profile)
+    assert {v.name for v in profile.graph.variables} == {f"{i}.{p}" for i in range(LAYERS) for p in ("weight", "bias")}
+    kinds = {span.kind for span in profile.timeline.spans}
+    assert {"forward", "backward", "communication"} <= kinds
+    assert diagnose(profile.timeline).communication_seen
+    again, _ = what_if(profile, ())
+    assert again.iteration_time == pytest.approx(profile.step_seconds, rel=0.6)
+    assert what_if(profile, ["bandwidth=0.01x"])[0].iteration_time > again.iteration_time
+    assert (tmp_path / "trace" / "calibration.json").exists()
+
+
+def test_a_script_of_one_process(tmp_path: Path) -> None:
+    facts = profile_job("other", 1, tmp_path)
+    assert (facts["job"], facts["ranks"], facts["collectives_per_step"]) == ("other", 1, 0)
+    assert load_profile(tmp_path / "trace").step_seconds > 0
+
+
+def test_a_script_may_run_on(tmp_path: Path) -> None:
+    JOBS["short"] = "train(model, sgd(model), 14)\nprint('args', sys.argv[1:])\n"
+    (tmp_path / "train.py").write_text(MODEL + JOBS.pop("short"))
+    arguments = ["profile", "train.py", "--run-on", "--steps", "3", "--plain-steps", "2", "--json", "--", "--lr", "1"]
+    done = run(arguments, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "args ['--lr', '1']" in done.stderr
+    assert json.loads(done.stdout)["steps"] == 3
+
+
+def test_a_script_that_fails_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(3)\n")
+    done = run(["profile", "train.py", "-o", "trace"], tmp_path)
+    assert done.returncode == 3
+    assert done.stderr == "offbeat: the job ended with exit code 3\n"
+    (tmp_path / "train.py").write_text("print('no training here')\n")
+    done = run(["profile", "train.py", "-o", "trace"], tmp_path)
+    assert done.returncode == 1
+    assert "nothing was recorded, because the script made 0 steps" in done.stderr
+
+
+def test_a_crash_leaves_readable_traces(tmp_path: Path) -> None:
+    """Recorded from inside, by the two lines; rank 1 is killed in mid-run, without any chance to clean up."""
+    (tmp_path / "train.py").write_text(
+        MODEL
+        + """
+import offbeat, signal
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+with offbeat.Recorder("trace") as recorder:
+    def after(step):
+        recorder.step()
+        if step == 7 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    train(model, sgd(model), 1000, after)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode != 0
+    traces, notes = read_traces(tmp_path / "trace")
+    assert [trace.rank for trace in traces] == [0, 1]
+    # Step 0 is cut, because the recorder found the model in it.
+    assert [step.number for step in traces[1].steps] == list(range(1, 8))
+    assert notes == []
+    with (tmp_path / "trace" / "rank1.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 8, "begin": 1.0, "for')
+    traces, notes = read_traces(tmp_path / "trace")
+    assert len(traces[1].steps) == 7
+    assert notes == [f"{traces[1].path}: the last line is cut off; its step is left out"]
+    assert load_profile(tmp_path / "trace").timeline.ranks == (0, 1)
+
+
+@pytest.mark.slow
+def test_calibrate_writes_a_cluster(tmp_path: Path) -> None:
+    from offbeat.cluster import ClusterSpec
+
+    done = run(["calibrate", "-o", "cluster.yaml", "-n", "2", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    spec = ClusterSpec.load(tmp_path / "cluster.yaml")
+    assert json.loads(done.stdout)["tables"] == len(spec.tables) == 5
+    assert spec.world_size == 2
+    assert 1e6 < spec.nodes[0].intra_bandwidth < 1e12
+    table = spec.table("all_reduce", ((0, 1),))
+    assert table is not None
+    assert table.seconds[-1] > table.seconds[0]

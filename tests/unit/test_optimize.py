@@ -1,0 +1,346 @@
+"""The optimiser: its fast oracle against replay, its result against exhaustive search, its limits and its switches."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Layer, Weight, make_graph, random_graphs, random_strategies
+
+from offbeat import zoo
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.plan import lower
+from offbeat.plan.schedule import priority_order
+from offbeat.search.anneal import anneal, bound
+from offbeat.search.chain import chain_of
+from offbeat.search.explain import explain
+from offbeat.search.optimize import STARTS, optimize, search
+from offbeat.search.oracle import Oracle, arrays_of, step_seconds
+from offbeat.search.pace import jobs_of, search_fusion
+from offbeat.search.pace_strategy import pace_strategy
+from offbeat.search.passes import pass_names, register_pass, unregister_pass
+from offbeat.search.passes.tensor_fusion import better_fused, flipped
+from offbeat.simulate import simulate
+from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
+
+WORKERS = 4
+CLUSTER = ClusterSpec.homogeneous(
+    nodes=WORKERS, devices_per_node=1, bandwidth="10Gbit/s", latency="50us", memory="16GiB"
+)
+CHAIN_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
+
+
+def random_case(seed: int, layers: int | None = None) -> tuple[ModelGraph, Costs]:
+    """A chain of layers with one weight each, whose compute and communication take about as long as each other."""
+    rng = np.random.default_rng(seed)
+    count = layers or int(rng.integers(3, 6))
+    sizes = (10 ** rng.uniform(2.5, 6, count)).astype(int).tolist()
+    graph = make_graph([Layer((Weight(f"layers.{i}.weight", (size,)),)) for i, size in enumerate(sizes)])
+    computing = {op.name: float(rng.uniform(1e-4, 4e-3)) for op in graph.operators if op.phase != "optimizer"}
+    updates = {op.name: float(rng.uniform(0, 1e-4)) for op in graph.phase("optimizer")}
+    balance = sum(computing.values()) / (4 * sum(sizes)) * float(rng.uniform(0.3, 2.0))
+    fit = CollectiveFit(float(rng.choice([0.0, 2e-4, 1e-3])), float(rng.choice([0.0, 3e-4])), balance)
+    costs = Costs(collectives={("all_reduce", WORKERS): fit}, update_call_seconds=float(rng.choice([0.0, 5e-5])))
+    return graph.with_seconds(computing | updates), costs
+
+
+def exhaustive(graph: ModelGraph, costs: Costs, parts: tuple[int, ...] = (1, 2, 4)) -> float:
+    """The best step over all groupings of neighbours and all numbers of even parts, most urgent first."""
+    order = graph.gradient_order
+    fit = costs.collectives[("all_reduce", WORKERS)]
+    best = np.inf
+    for borders in product((False, True), repeat=len(order) - 1):
+        groups = np.cumsum([0, *borders])
+        configs = {v.name: VariableConfig(shards=(Shard(group=int(g)),)) for v, g in zip(order, groups, strict=True)}
+        plan = lower(graph, CLUSTER, Strategy(variables=configs), rank=0)
+        arrays = arrays_of(plan, costs)
+        ends = np.cumsum(arrays.backward[0])[arrays.ready]
+        urgency = [min(graph.variable_index[name] for name in message.variables) for message in plan.messages]
+        for counts in product(parts, repeat=len(plan.messages)):
+            jobs = np.repeat(np.arange(len(counts)), counts)
+            occupied = [fit.occupied(plan.messages[job].bytes / counts[job]) for job in jobs]
+            issued = priority_order(ends[jobs], occupied, [float(urgency[job]) for job in jobs], [-1] * len(jobs))
+            step = replace(
+                arrays,
+                ready=arrays.ready[jobs[issued]],
+                component=arrays.component[jobs[issued]],
+                occupied=np.array(occupied)[issued],
+                lag=arrays.lag[jobs[issued]],
+            )
+            best = min(best, step.seconds())
+    return best
+
+
+@st.composite
+def costs_of(draw):
+    fits = {(kind, 3): CollectiveFit(1e-4, 2e-4, 1e-7) for kind in ("all_reduce", "all_gather")}
+    return Costs(
+        collectives=draw(st.sampled_from(({}, fits))),
+        update_call_seconds=draw(st.sampled_from((0.0, 1e-3))),
+        update_seconds_per_byte=draw(st.sampled_from((None, 1e-8))),
+        gap_seconds=draw(st.sampled_from((0.0, 2e-3))),
+        interference=draw(st.sampled_from((0.0, 0.0, 0.3))),
+        compute_scale=draw(st.sampled_from(({}, {1: 2.0}))),
+    )
+
+
+def replicated(strategy: Strategy) -> Strategy:
+    """The drawn strategy with every shard that needs a server or is stale all-reduced instead."""
+
+    def config(name: str) -> VariableConfig:
+        drawn = strategy.config(name)
+        kept = ("all_reduce", "sparse_all_gather", "factor_broadcast")
+        shards = tuple(s if s.synchronizer in kept and not s.staleness else Shard(group=s.group) for s in drawn.shards)
+        return VariableConfig(partition=drawn.partition, cuts=drawn.cuts, shards=shards)
+
+    changed = {name: config(name) for name in strategy.variables}
+    return strategy.model_copy(update={"variables": changed, "operators": {}})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_oracle_equals_replay(data):
+    graph = data.draw(random_graphs())
+    cluster = ClusterSpec.homogeneous(nodes=3, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="16GiB")
+    strategy = replicated(data.draw(random_strategies(graph, cluster, everything=True)))
+    costs = data.draw(costs_of())
+    plan = lower(graph, cluster, strategy)
+    arrays = arrays_of(plan, costs)
+    assert arrays is not None
+    assert arrays.seconds() == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
+
+
+def test_oracle_leaves_servers_to_replay():
+    graph, costs = random_case(0)
+    plan = lower(graph, CLUSTER, build_strategy("ps", graph, CLUSTER))
+    assert arrays_of(plan, costs) is None
+    assert step_seconds(plan, costs) == simulate(plan, costs, memory=False).iteration_time
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.data())
+def test_chain_predicts_what_its_strategy_takes(seed, data):
+    graph, costs = random_case(seed, layers=6)
+    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    flags = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
+    parts = data.draw(st.lists(st.integers(1, 5), min_size=6, max_size=6))
+    state = chain.state(barrier=data.draw(st.booleans()))
+    state = replace(state, borders=np.array(flags) | chain.forced, parts=np.array(parts))
+    plan = lower(graph, CLUSTER, chain.strategy(state, Strategy()))
+    assert chain.seconds(state) == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
+    assert bound(chain, state.barrier) <= chain.seconds(state) * (1 + 1e-9)
+
+
+def test_optimiser_against_exhaustive_search():
+    """100 random plans: at least 95 as good as the best of all fusions and partitions, the rest within 2%."""
+    ratios = []
+    for seed in range(100):
+        graph, costs = random_case(seed)
+        found = search(graph, CLUSTER, costs=costs, passes=CHAIN_PASSES, rounds=4).seconds
+        ratios.append(found / exhaustive(graph, costs))
+    assert sum(ratio <= 1 + 1e-6 for ratio in ratios) >= 95
+    assert max(ratios) <= 1.02
+
+
+def test_prediction_of_the_result_is_replays():
+    graph, costs = random_case(5, layers=8)
+    best = search(graph, CLUSTER, costs=costs, rounds=4)
+    plan = lower(graph, CLUSTER, best.strategy)
+    assert best.seconds == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
+    assert best.strategy.name == "optimize"
+
+
+@pytest.mark.parametrize("mode", ["auto", "barrier"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_never_worse_than_builders(seed, mode):
+    graph, costs = random_case(seed, layers=7)
+    found = search(graph, CLUSTER, costs=costs, rounds=2, mode=mode)
+    oracle = Oracle(graph, CLUSTER, costs)
+    for name in STARTS:
+        strategy = build_strategy(name, graph, CLUSTER)
+        if mode == "auto" or strategy.schedule.mode == "barrier":
+            assert found.seconds <= oracle.seconds(strategy) * (1 + 1e-9)
+    assert mode == "auto" or found.strategy.schedule.mode == "barrier"
+
+
+@pytest.mark.parametrize("switch", ["coarsen", "partial_replay", "symmetry"])
+def test_switches_change_speed_not_quality(switch):
+    for seed in (11, 12):
+        graph, costs = _two_weights_a_layer(seed)
+        options = {"costs": costs, "passes": CHAIN_PASSES, "rounds": 6}
+        on = search(graph, CLUSTER, **options).seconds
+        off = search(graph, CLUSTER, **options, **{switch: False}).seconds
+        assert on <= off * 1.01
+
+
+def _two_weights_a_layer(seed: int) -> tuple[ModelGraph, Costs]:
+    rng = np.random.default_rng(seed)
+    layers = [
+        Layer((Weight(f"layers.{i}.weight", (int(rng.integers(10, 400)), 256)), Weight(f"layers.{i}.bias", (256,))))
+        for i in range(5)
+    ]
+    graph = make_graph(layers)
+    graph = graph.with_seconds({op.name: float(rng.uniform(1e-4, 2e-3)) for op in graph.operators})
+    return graph, Costs(collectives={("all_reduce", WORKERS): CollectiveFit(2e-4, 1e-4, 2e-8)})
+
+
+def test_same_seed_same_strategy():
+    graph, costs = random_case(21, layers=8)
+    first, again = (optimize(graph, CLUSTER, costs=costs, rounds=5, seed=3) for _ in range(2))
+    assert first == again
+
+
+def test_annealing_never_loses_its_start():
+    graph, costs = random_case(4, layers=10)
+    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    for state in (chain.state(), chain.state(fused=True), chain.state(barrier=True)):
+        found = anneal(chain, state, rounds=2)
+        assert found.seconds <= chain.seconds(state)
+        assert found.rounds <= 2
+
+
+@given(st.integers(0, 10**6))
+def test_theorem_2_tells_when_two_tensors_are_better_fused(seed):
+    graph, costs = random_case(seed, layers=2)
+    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    apart = chain.state(barrier=True)
+    together = flipped(apart, 1)
+    assert (better_fused(chain, apart) == [1]) == (chain.seconds(together) < chain.seconds(apart) - 1e-12)
+
+
+def test_pace_strategy_takes_what_pace_predicts():
+    """With one kind of message and no latency, the plan's step is PACE's makespan, and no baseline is faster."""
+    for seed in range(5):
+        graph, costs = random_case(seed, layers=8)
+        fit = CollectiveFit(2e-4, 0.0, costs.collectives[("all_reduce", WORKERS)].seconds_per_byte)
+        costs = Costs(collectives={("all_reduce", WORKERS): fit})
+        oracle = Oracle(graph, CLUSTER, costs)
+        strategy = pace_strategy(graph, CLUSTER, costs, coarsen=False)
+        jobs = jobs_of(graph, 1.0, 1.0)
+        makespan = search_fusion(jobs.ready, jobs.sizes, jobs.tail, fit.seconds_per_byte, fit.overhead_seconds).makespan
+        assert oracle.seconds(strategy) == pytest.approx(makespan, rel=1e-3)
+        for name in ("wfbp", "horovod", "tictac", "overlap"):
+            assert oracle.seconds(strategy) <= oracle.seconds(build_strategy(name, graph, CLUSTER)) * (1 + 1e-9)
+
+
+def test_pace_strategy_refuses_servers():
+    graph, costs = random_case(1)
+    with pytest.raises(OffbeatError, match=r"pace: strategy 'ps' cuts variables"):
+        pace_strategy(graph, CLUSTER, costs, base=build_strategy("ps", graph, CLUSTER))
+
+
+def test_registered_pass_runs_and_replay_decides():
+    graph, costs = random_case(9, layers=6)
+    best = optimize(graph, CLUSTER, costs=costs, rounds=4)
+    slow = build_strategy("wfbp", graph, CLUSTER)
+    seen = []
+
+    @register_pass("known", order=1)
+    def known(candidate, problem):
+        seen.append(candidate.seconds)
+        return [slow, best]
+
+    try:
+        assert pass_names().index("known") < pass_names().index("schedule")
+        found = search(graph, CLUSTER, costs=costs, passes=["known"], rounds=0)
+        with pytest.raises(OffbeatError, match="a pass named 'known' exists already"):
+            register_pass("known")(lambda candidate, problem: [])
+    finally:
+        unregister_pass("known")
+    assert seen
+    assert found.seconds == pytest.approx(Oracle(graph, CLUSTER, costs).seconds(best))
+    assert "known" not in pass_names()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"passes": ["no_such"]}, r"passes: there is no pass 'no_such'; there are recompute, accumulate, schedule, "),
+        ({"passes": "schedule"}, "passes: 'schedule' must be a list"),
+        ({"time_limit": -1}, "time_limit: -1 must be"),
+        ({"rounds": 1.5}, "rounds: 1.5 must be"),
+        ({"mode": "later"}, "mode: 'later' must be"),
+        ({"memory_limit": "many"}, "memory_limit"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    graph, _ = random_case(0)
+    with pytest.raises(OffbeatError, match=message):
+        optimize(graph, CLUSTER, **options)
+
+
+@pytest.fixture(scope="module")
+def small_bert() -> ModelGraph:
+    return zoo.capture("bert_3l", scale=0.1, batch=64)
+
+
+def test_memory_limit_is_kept_by_the_cheaper_technique(small_bert):
+    free = search(small_bert, CLUSTER, rounds=0, memory_limit="1TiB")
+    limit = int(free.peak_bytes * 0.94)
+    found = search(small_bert, CLUSTER, rounds=0, memory_limit=limit)
+    assert found.peak_bytes <= limit
+    assert found.strategy.recompute or found.strategy.accumulation > 1
+    for technique in ("recompute", "accumulate"):
+        alone = search(small_bert, CLUSTER, rounds=0, memory_limit=limit, passes=[technique, *CHAIN_PASSES])
+        assert alone.peak_bytes <= limit
+        assert found.seconds <= alone.seconds * 1.01
+
+
+def test_impossible_memory_limit_names_the_least(small_bert):
+    with pytest.raises(OffbeatError, match=r"memory_limit: 1 KiB is not enough for 'bert_3l': the least .* is .*iB"):
+        optimize(small_bert, CLUSTER, memory_limit=1024, rounds=0)
+
+
+def test_gradients_are_rounded_only_if_allowed():
+    graph, _ = random_case(6, layers=5)
+    slow = CLUSTER.homogeneous(nodes=2, devices_per_node=1, bandwidth="10Mbit/s", latency="50us", memory="16GiB")
+    exact = search(graph, slow, rounds=1)
+    lossy = search(graph, slow, rounds=1, allow_lossy=True)
+    encoders = {shard.encoder.name for c in exact.strategy.variables.values() for shard in c.shards}
+    assert encoders == {"none"}
+    assert {shard.encoder.name for c in lossy.strategy.variables.values() for shard in c.shards} == {"bf16"}
+    assert lossy.seconds < exact.seconds * 0.7
+
+
+def test_compiled_modules_are_chosen_by_their_measured_time():
+    graph, _ = random_case(8, layers=4)
+    costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(0.0, 0.0, 1e-12)})
+    slow = {f"layers.{i}": (1.0, 1.0) for i in range(4)}
+    fast = {f"layers.{i}": (1e-5, 1e-5) for i in range(4)}
+    assert optimize(graph, CLUSTER, costs=costs, rounds=0, fused_seconds=slow).fusion == ()
+    found = search(graph, CLUSTER, costs=costs, rounds=0, fused_seconds=fast)
+    assert sorted(found.strategy.fusion) == [(f"layers.{i}",) for i in range(4)]
+    assert found.seconds < search(graph, CLUSTER, costs=costs, rounds=0).seconds
+
+
+def test_explanation_adds_up():
+    graph, costs = random_case(13, layers=8)
+    strategy = optimize(graph, CLUSTER, costs=costs, rounds=4)
+    told = explain(strategy, graph, CLUSTER, costs)
+    oracle = Oracle(graph, CLUSTER, costs)
+    assert told.step_seconds == oracle.seconds(strategy)
+    assert told.ddp_seconds == oracle.seconds(build_strategy("ddp", graph, CLUSTER))
+    assert told.gain_over_ddp >= told.gain_over_next >= 0
+    assert told.step_seconds >= told.bound_seconds * (1 - 1e-9)
+    worth = [each.worth_seconds for each in told.decisions]
+    assert worth == sorted(worth, reverse=True)
+    modes = [each for each in told.decisions if each.name == "mode"]
+    barrier = strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": "barrier"})})
+    assert modes[0].without_seconds == oracle.seconds(barrier)
+    assert json.loads(json.dumps(told.to_dict()))["bound_seconds"] == told.bound_seconds
+    assert "faster than DDP" in told.text()
+
+
+def test_explanation_undoes_what_computing_does(small_bert):
+    blocks = tuple(sorted({op.module for op in small_bert.phase("forward") if op.activation_bytes and op.module}))[:2]
+    strategy = build_strategy("overlap", small_bert, CLUSTER)
+    strategy = strategy.model_copy(update={"recompute": blocks, "accumulation": 2})
+    worth = {each.name: each.worth_seconds for each in explain(strategy, small_bert, CLUSTER).decisions}
+    assert worth["recompute"] < 0
+    assert {"mode", "fusion", "slicing", "order", "accumulation"} <= worth.keys()

@@ -1,0 +1,189 @@
+"""What a user relies on when a plan is simulated: closed forms, monotony, and that folding changes nothing."""
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from strategies import Layer, Weight, make_graph
+from test_zoo_plans import SMALL_OPTIONS
+
+import offbeat
+from offbeat import zoo
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import CollectiveFit, Costs, network_seconds
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.plan import Plan, lower
+from offbeat.simulate import replay
+from offbeat.simulate.expand import expand_steps
+from offbeat.simulate.roles import find_roles
+from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, build_strategy, builders
+
+LAYERS = 4
+ELEMENTS = 250_000
+BYTES = 4 * ELEMENTS
+LINK = 125e6
+CLUSTERS = {
+    "four nodes": ClusterSpec.homogeneous(nodes=4),
+    "two by four": ClusterSpec.homogeneous(nodes=2, devices_per_node=4),
+    "unequal": ClusterSpec.preset("B9"),
+}
+
+
+def hand_made(seconds: float) -> ModelGraph:
+    """Equal layers of which each takes `seconds` forward and as much backward."""
+    graph = make_graph([Layer((Weight(f"w{i}", (ELEMENTS,)),), seconds=seconds) for i in range(LAYERS)])
+    timed = {operator.name: seconds for operator in graph.operators if operator.phase != "optimizer"}
+    return graph.with_seconds(timed | {operator.name: 0.0 for operator in graph.phase("optimizer")})
+
+
+def plan_of(seconds: float, ranks: int = 4, mode: str = "deferred", **shard: object) -> Plan:
+    cluster = ClusterSpec.homogeneous(nodes=ranks, bandwidth=LINK, latency=0.0)
+    configs = {f"w{i}": VariableConfig(shards=(Shard(**shard),)) for i in range(LAYERS)}  # type: ignore[arg-type]
+    schedule = Schedule(policy="priority", mode=mode)  # type: ignore[arg-type]
+    return lower(hand_made(seconds), cluster, Strategy(variables=configs, schedule=schedule))
+
+
+def seconds_of(plan: Plan, costs: Costs | None = None, **options: bool) -> float:
+    return offbeat.simulate(plan, costs, memory=False, **options).iteration_time
+
+
+@cache
+def captured(model: str) -> ModelGraph:
+    return zoo.capture(model, 0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_a_step_bound_by_the_network_takes_the_sum_of_its_collectives(ranks: int) -> None:
+    plan = plan_of(1e-6, ranks)
+    expected = LAYERS * 2 * (ranks - 1) / ranks * BYTES / LINK
+    assert network_seconds(plan, Costs()) == pytest.approx(expected)
+    assert seconds_of(plan) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_step_bound_by_computing_takes_what_it_computes() -> None:
+    plan = plan_of(0.1)
+    # Backward ends with the first layer's gradient, which the next forward needs at once.
+    assert seconds_of(plan) == pytest.approx(2 * LAYERS * 0.1 + 1.5 * BYTES / LINK, rel=1e-9)
+
+
+def test_with_a_barrier_what_is_sent_after_backward_adds_up() -> None:
+    transfer = 1.5 * BYTES / LINK
+    plan = plan_of(2 * transfer, mode="barrier")
+    # Each layer's all-reduce hides behind the next layer's backward; nothing is left to hide the last one.
+    assert seconds_of(plan) == pytest.approx(2 * LAYERS * 2 * transfer + transfer, rel=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 3e-3, 6e-3, 1e-2, 3e-2])
+def test_deferring_updates_is_never_slower(seconds: float) -> None:
+    assert seconds_of(plan_of(seconds)) <= seconds_of(plan_of(seconds, mode="barrier")) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("builder", builders())
+@pytest.mark.parametrize(("model", "cluster"), [*(("mlp", name) for name in CLUSTERS), ("resnet50", "two by four")])
+def test_folding_changes_nothing(model: str, builder: str, cluster: str) -> None:
+    graph, spec = captured(model), CLUSTERS[cluster]
+    plan = lower(graph, spec, build_strategy(builder, graph, spec, **SMALL_OPTIONS.get(builder, {})))
+    folded, unfolded = (offbeat.simulate(plan, fold=fold, memory=False) for fold in (True, False))
+    assert folded.iteration_time == pytest.approx(unfolded.iteration_time, rel=1e-9)
+    assert folded.ranks == unfolded.ranks == tuple(range(spec.world_size))
+
+
+@pytest.mark.timing
+def test_ten_thousand_equal_ranks_take_less_than_a_second() -> None:
+    plan = plan_of(1e-6, ranks=10_000)
+    offbeat.simulate(plan_of(1e-6), memory=False)
+    begin = time.perf_counter()
+    timeline = offbeat.simulate(plan, memory=False)
+    assert time.perf_counter() - begin < 1.0
+    assert timeline.notes == ("10000 ranks in 1 roles: one rank of each is shown",)
+    assert timeline.iteration_time == pytest.approx(LAYERS * 2 * 9999 / 10000 * BYTES / LINK, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "barrier"])
+def test_all_wait_for_a_straggler(mode: str) -> None:
+    plan = plan_of(0.05, mode=mode)
+    usual, slowed = seconds_of(plan), offbeat.simulate(plan, Costs(compute_scale={2: 2.0}), memory=False)
+    assert slowed.iteration_time == pytest.approx(usual + 2 * LAYERS * 0.05, rel=0.02)
+    assert np.ptp(np.diff(slowed.marks, axis=1)) < 1e-6
+    assert max({span.rank for span in slowed.critical_path()}) == 2
+
+
+def test_interference_lengthens_what_overlaps() -> None:
+    plan = plan_of(0.05)
+    transfer = LAYERS * 1.5 * BYTES / LINK
+    slowed = seconds_of(plan, Costs(interference=0.25))
+    # While the link is busy a second of computing takes 1.25.
+    assert slowed == pytest.approx(seconds_of(plan) + transfer * 0.25 / 1.25, rel=0.01)
+
+
+def test_staleness_hides_what_a_barrier_shows() -> None:
+    fresh, stale = plan_of(1e-3, mode="barrier"), plan_of(1e-3, mode="barrier", staleness=2)
+    network = network_seconds(fresh, Costs())
+    assert seconds_of(stale) < seconds_of(fresh)
+    assert seconds_of(stale) == pytest.approx(max(network, 2 * LAYERS * 1e-3), rel=0.35)
+
+
+def test_measured_collectives_count_instead_of_links() -> None:
+    costs = Costs(collectives={("all_reduce", 4): CollectiveFit(1e-3, 0.0, 2e-9)})
+    assert seconds_of(plan_of(1e-6), costs) == pytest.approx(LAYERS * (1e-3 + 2e-9 * BYTES), rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("mode", ["deferred", "barrier"])
+def test_expanded_rings_take_what_the_closed_form_says(mode: str, ranks: int) -> None:
+    plan = plan_of(1e-6, ranks, mode)
+    assert seconds_of(plan, expand=True) == pytest.approx(seconds_of(plan), rel=1e-3)
+
+
+@pytest.mark.parametrize("builder", ["ps", "hierarchical_ps", "sharded", "parallax", "poseidon"])
+def test_every_kind_of_collective_can_be_expanded(builder: str) -> None:
+    graph, spec = captured("mlp"), CLUSTERS["two by four"]
+    plan = lower(graph, spec, build_strategy(builder, graph, spec, **SMALL_OPTIONS.get(builder, {})))
+    timeline = offbeat.simulate(plan, expand=True, memory=False)
+    computing = offbeat.simulate(plan, Costs(collectives=_free(plan)), memory=False)
+    assert timeline.iteration_time >= computing.iteration_time * (1 - 1e-9)
+    sent = [span for span in timeline.spans if span.kind == "communication" and span.step == 0]
+    expected = sum(len(task.ranks) for task in plan.communication)
+    assert len(sent) == expected
+    assert {span.track for span in sent} == {"network"}
+
+
+def _free(plan: Plan) -> dict[tuple[str, int], CollectiveFit]:
+    return {(task.kind, len(task.ranks)): CollectiveFit(0.0, 0.0, 0.0) for task in plan.communication}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [
+        ("all_reduce", {}),
+        ("reduce_scatter", {"synchronizer": "sharded"}),
+        ("reduce", {"synchronizer": "parameter_server", "placement": (0,)}),
+    ],
+)
+def test_an_expanded_collective_alone_takes_what_was_measured(kind: str, shard: dict[str, object]) -> None:
+    plan = plan_of(0.0, **shard)
+    only = plan.communication[0]
+    assert only.kind == kind
+    plan = replace(plan, tasks=(only,), messages=plan.messages)
+    costs = Costs(collectives={(kind, 4): CollectiveFit(2e-3, 1e-3, 5e-9)})
+    roles = find_roles(plan, {}, fold=False)
+    expanded = expand_steps(plan, costs, roles, 1)
+    assert replay(expanded.graph()).iteration_time == pytest.approx(3e-3 + 5e-9 * only.wire_bytes, rel=1e-9)
+
+
+def test_a_late_rank_delays_expanded_collectives() -> None:
+    plan = plan_of(0.05)
+    slowed = seconds_of(plan, Costs(compute_scale={1: 1.5}), expand=True)
+    assert slowed == pytest.approx(seconds_of(plan, Costs(compute_scale={1: 1.5})), rel=0.02)
+
+
+def test_one_ranks_plan_cannot_be_expanded() -> None:
+    plan = plan_of(0.01).for_rank(1)
+    assert seconds_of(plan) == pytest.approx(seconds_of(plan_of(0.01)))
+    with pytest.raises(OffbeatError, match="the plan of rank 1 alone cannot be replayed: all ranks are expanded"):
+        seconds_of(plan, expand=True)
+    with pytest.raises(OffbeatError, match="steps: 1 is less than 2"):
+        offbeat.simulate(plan, steps=1)

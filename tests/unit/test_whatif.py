@@ -1,0 +1,298 @@
+"""What-ifs on a recorded job: how they are written, and that they follow the closed forms of rings."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from offbeat.cli import main
+from offbeat.cluster import ClusterSpec, Node
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.errors import OffbeatError
+from offbeat.profile.measure import Profile, load_profile
+from offbeat.profile.survey import cluster_of, link_of, slowest
+from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, sent_per_byte, what_if, with_workers
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
+from offbeat.timeline import Timeline
+
+LAYERS, ELEMENTS = 3, 500_000
+BYTES = 4 * ELEMENTS
+OVERHEAD, PER_BYTE = 2e-4, 1e-8
+COMPUTE = 1e-3
+STEPS = 9
+
+
+def write_job(folder: Path, ranks: int = 2, job: str = "ddp", seconds: float = COMPUTE) -> Path:
+    """Traces as the recorder writes them: a chain of layers, an all-reduce of each gradient, one update."""
+    folder.mkdir(exist_ok=True)
+    names = [f"{layer}.weight" for layer in range(LAYERS)]
+    header = {
+        "offbeat_trace": 1,
+        "world": ranks,
+        "backend": "gloo",
+        "job": job,
+        "machine": "one",
+        "unix_seconds": 0.0,
+        "clock_seconds": 0.0,
+        "modules": [str(layer) for layer in range(LAYERS)],
+        "parameters": [[name, [ELEMENTS], "float32"] for name in names],
+        "gradients": names,
+    }
+    for rank in range(ranks):
+        lines, now = [{**header, "rank": rank}], 0.0
+        for step in range(STEPS):
+            line, now = _step(step, now, seconds, names)
+            lines.append(line)
+        (folder / f"rank{rank}.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    fit = CollectiveFit(OVERHEAD, 0.0, PER_BYTE)
+    costs = Costs(collectives={("all_reduce", ranks): fit})
+    (folder / "calibration.json").write_bytes(orjson.dumps({"costs": costs.to_dict()}))
+    return folder
+
+
+def _step(number: int, begin: float, seconds: float, names: Sequence[str]) -> tuple[dict[str, object], float]:
+    at = begin
+    forward, backward, sent = [], [], []
+    for layer in range(LAYERS):
+        forward.append([layer, at, at])
+        at += seconds
+    forward_end, link = at, at
+    for layer in reversed(range(LAYERS)):
+        at += seconds
+        backward.append([layer, at])
+        issued = max(at, link)
+        link = issued + OVERHEAD + PER_BYTE * BYTES
+        sent.append([LAYERS - 1 - layer, "all_reduce", names[layer], BYTES, 2, at, issued, link])
+    end = link + 1e-4
+    local = [["forward", [], begin, 0.0], ["optimizer", [], link, end]]
+    line = {"step": number, "begin": begin, "end": end, "forward": forward, "forward_end": forward_end}
+    return {**line, "backward": backward, "local": local, "communication": sent, "complete": True}, end
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return load_profile(write_job(tmp_path_factory.mktemp("job")))
+
+
+def seconds(profile: Profile, *changes: str) -> float:
+    return what_if(profile, changes)[0].iteration_time
+
+
+def network(participants: int = 2, bandwidth: float = 1.0, latency: float = 1.0) -> float:
+    """Seconds of all collectives, by a ring's formulas from what two ranks measured."""
+    steps, share = participants - 1, 2 * (participants - 1) / participants
+    return LAYERS * (OVERHEAD * steps * latency + PER_BYTE * BYTES * share / bandwidth)
+
+
+def test_unchanged_it_is_as_measured(profile: Profile) -> None:
+    predicted, words = what_if(profile, ())
+    assert words == "as measured"
+    assert predicted.iteration_time == pytest.approx(profile.step_seconds, rel=0.01)
+    assert predicted.source == "predicted"
+
+
+def base(profile: Profile) -> float:
+    """What a step takes beside its collectives, which begin with the end of the first backward span."""
+    return seconds(profile) - network()
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
+def test_bandwidth(profile: Profile, factor: float) -> None:
+    expected = base(profile) + network(bandwidth=factor)
+    assert seconds(profile, f"bandwidth={factor}x") == pytest.approx(expected, rel=0.01)
+
+
+def test_latency(profile: Profile) -> None:
+    assert seconds(profile, "latency=3x") == pytest.approx(base(profile) + network(latency=3.0), rel=0.01)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 64])
+def test_workers(profile: Profile, workers: int) -> None:
+    expected = base(profile) + network(workers)
+    timeline, words = what_if(profile, [f"workers={workers}"])
+    assert words == f"{workers} workers"
+    assert timeline.iteration_time == pytest.approx(expected, rel=0.01)
+
+
+def test_one_worker_sends_nothing(profile: Profile) -> None:
+    assert seconds(profile, "workers=1") == pytest.approx(2 * LAYERS * COMPUTE + 1e-4, rel=0.05)
+
+
+def test_half_the_bytes_on_the_wire(profile: Profile) -> None:
+    fixed = LAYERS * OVERHEAD
+    expected = base(profile) + fixed + (network() - fixed) / 2
+    assert seconds(profile, "wire=fp16") == pytest.approx(expected, rel=0.01)
+
+
+def test_faster_and_slower_computing(profile: Profile) -> None:
+    faster, slower = seconds(profile, "compute=2x"), seconds(profile, "straggler=1:2x")
+    assert faster == pytest.approx(network() + (base(profile)) / 2, rel=0.02)
+    # Rank 1's whole forward and the first of its backward come before the link has work.
+    assert slower == pytest.approx(seconds(profile) + (LAYERS + 1) * COMPUTE, rel=0.02)
+
+
+def test_another_strategy(profile: Profile, tmp_path: Path) -> None:
+    assert seconds(profile, "strategy=wfbp") <= seconds(profile) * 1.001
+    merged = Strategy(variables={f"{i}.weight": VariableConfig(shards=(Shard(group=0),)) for i in range(LAYERS)})
+    merged.save(tmp_path / "s.json")
+    assert seconds(profile, f"strategy={tmp_path}/s.json") > seconds(profile)
+
+
+def test_changes_add_up(profile: Profile) -> None:
+    timeline, words = what_if(profile, ["bandwidth=2x", "workers=8", "straggler=0:1x"])
+    assert words == "2x bandwidth, 8 workers, rank 0 computes 1x as long"
+    assert timeline.iteration_time == pytest.approx(base(profile) + network(8, bandwidth=2.0), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "steps"),
+    [("all_reduce", 1.75 / 1.0, 7), ("reduce_scatter", 0.875 / 0.5, 7), ("all_gather", 7, 7), ("broadcast", 1, 3)],
+)
+def test_fits_scale_as_rings_do(kind: str, share: float, steps: int) -> None:
+    scaled = scaled_fit(kind, CollectiveFit(1.0, 2.0, 4.0), 2, 8)
+    assert scaled.seconds_per_byte == pytest.approx(4.0 * share)
+    assert (scaled.overhead_seconds, scaled.latency_seconds) == pytest.approx((steps, 2.0 * steps))
+    assert scaled_fit(kind, scaled, 8, 2).seconds_per_byte == pytest.approx(4.0)
+
+
+def test_costs_of_more_workers_keep_what_was_measured() -> None:
+    known = {("all_reduce", 4): CollectiveFit(1, 1, 1), ("all_reduce", 8): CollectiveFit(5, 5, 5)}
+    costs = costs_of_workers(Costs(collectives=known, compute_scale={0: 2.0, 3: 3.0}), 4, 8)
+    assert costs.collectives["all_reduce", 8] == CollectiveFit(5, 5, 5)
+    fewer = costs_of_workers(costs, 8, 2)
+    assert fewer.compute_scale == {0: 2.0}
+    assert fewer.collectives["all_reduce", 2].seconds_per_byte == pytest.approx(
+        5 * sent_per_byte("all_reduce", 2) / 1.75
+    )
+
+
+def test_clusters_of_more_and_fewer_workers() -> None:
+    cluster = ClusterSpec.homogeneous(nodes=2, devices_per_node=4)
+    assert len(with_workers(cluster, 16).nodes) == 4
+    assert with_workers(cluster, 3).world_size == 3
+    assert with_workers(ClusterSpec.local(4), 6).nodes[0].devices == 6
+    with pytest.raises(OffbeatError, match="18 is no multiple of the 4 ranks"):
+        with_workers(cluster, 18)
+    unequal = ClusterSpec(nodes=(Node(), Node(bandwidth="1Gbit/s")))
+    with pytest.raises(OffbeatError, match="whose nodes differ"):
+        with_workers(unequal, 3)
+
+
+def test_a_job_without_a_plan_is_replayed_from_its_trace(tmp_path: Path) -> None:
+    other = load_profile(write_job(tmp_path / "other", job="fsdp2"))
+    assert seconds(other) == pytest.approx(other.step_seconds, rel=1e-6)
+    assert seconds(other, "bandwidth=2x") < seconds(other)
+    for change in ("workers=4", "wire=fp16"):
+        with pytest.raises(OffbeatError, match="the plan of a job of kind 'fsdp2' is unknown; add strategy=BUILDER"):
+            what_if(other, [change])
+    assert seconds(other, "workers=4", "strategy=ddp") > 0
+    with pytest.raises(OffbeatError, match="the trace does not tell the job's plan"):
+        what_if(other.timeline, ["strategy=ddp"])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("bandwidth", "it is not one of bandwidth=2x"),
+        ("speed=2x", "it is not one of"),
+        ("bandwidth=", "it is not one of"),
+        ("bandwidth=fast", "'fast' is not a factor above 0"),
+        ("bandwidth=-2x", "'-2x' is not a factor above 0"),
+        ("bandwidth=nanx", "'nanx' is not a factor above 0"),
+        ("latency=infx", "'infx' is not a factor"),
+        ("workers=0", "workers must be a number from 1"),
+        ("workers=1e3", "workers must be a number"),
+        ("workers=99999999999999999999", "workers must be a number"),
+        ("straggler=2", "written RANK:FACTOR"),
+        ("straggler=x:2", "written RANK:FACTOR"),
+        ("straggler=1:0", "'0' is not a factor"),
+        ("wire=fp8", "the wire carries fp16, bf16, none"),
+    ],
+)
+def test_badly_written_changes(text: str, part: str) -> None:
+    with pytest.raises(OffbeatError, match=part):
+        parse_what_if(text)
+
+
+def test_changes_that_do_not_fit(profile: Profile) -> None:
+    with pytest.raises(OffbeatError, match="rank 5 is outside the job's ranks 0 to 1"):
+        what_if(profile, ["straggler=5:2x"])
+    with pytest.raises(OffbeatError, match="neither a builder"):
+        what_if(profile, ["strategy=no_such"])
+    with pytest.raises(OffbeatError, match="bandwidth is given twice"):
+        what_if(profile, ["bandwidth=2x", "bandwidth=3x"])
+
+
+def test_wire_leaves_what_takes_no_encoder(profile: Profile) -> None:
+    from offbeat.profile.whatif import with_wire
+
+    configs = {"0.weight": VariableConfig(shards=(Shard(staleness=1),))}
+    changed = with_wire(Strategy(variables=configs), profile.graph, "bf16")
+    assert changed.variables["0.weight"].shards[0].encoder == Encoder()
+    assert changed.variables["1.weight"].shards[0].encoder == Encoder(name="bf16")
+
+
+def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_job(tmp_path / "job")
+    target = tmp_path / "t.json.gz"
+    assert main(["replay", str(folder), "--what-if", "bandwidth=2x", "-o", str(target), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert abs(facts["replay_error"]) < 0.01
+    assert facts["speedup"] == pytest.approx(facts["replayed_step_seconds"] / facts["predicted_step_seconds"])
+    assert facts["diagnosis"]["communication_seen"]
+    assert Timeline.load(target).iteration_time == pytest.approx(facts["predicted_step_seconds"], rel=1e-6)
+    assert main(["replay", str(folder)]) == 0
+    assert "measured step of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("replay", "missing"), "missing: there is no such trace"),
+        (("replay", "job", "--what-if", "bandwidth=0"), "is not a factor above 0"),
+        (("replay", "job", "-o", "missing/t.json"), "missing/t.json"),
+        (("replay", "empty"), "there is no trace in it"),
+        (("profile", "missing.py", "-o", "trace"), "missing.py: there is no such script"),
+        (("calibrate", "-o", "missing/c.yaml"), "there is no folder missing"),
+        (("calibrate", "-n", "1"), "-n"),
+    ],
+)
+def test_bad_arguments(
+    arguments: tuple[str, ...],
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path / "job")
+    (tmp_path / "empty").mkdir()
+    assert main(arguments) != 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert part in captured.err
+    assert captured.err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"job", "empty"}
+
+
+def test_surveyed_clusters_tell_links_and_tables() -> None:
+    ranks, rate, latency = 4, 1e9, 1e-4
+    measured = {}
+    for size in (2, 4):
+        steps, share = 2 * (size - 1), 2 * (size - 1) / size
+        rows = [(b, steps * latency + share * b / rate, share * b / rate) for b in (2**12, 2**16, 2**20, 2**22)]
+        measured["all_reduce", size] = rows
+    assert link_of(measured["all_reduce", 4], 4) == pytest.approx((rate, latency), rel=0.01)
+    spec = cluster_of(measured, ranks, 2)
+    assert len(spec.nodes) == 2
+    assert spec.nodes[0].bandwidth == pytest.approx(rate, rel=0.01)
+    assert spec.nodes[1].intra_latency == pytest.approx(latency, rel=0.01)
+    table = spec.table("all_reduce", ((0, 1), (2, 3)))
+    assert table is not None
+    assert table.seconds[-1] == pytest.approx(2 * latency + 2**22 / rate)
+    assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
+    assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
+    assert np.isfinite(spec.nodes[0].intra_bandwidth)
