@@ -22,6 +22,7 @@ _HOME = {
     "Timeline": "offbeat.timeline",
     "Recorder": "offbeat.profile.recorder",
     "optimize": "offbeat.search.optimize",
+    "find_frontier": "offbeat.search.frontier.find",
     "distribute": "offbeat.api",
     "OffbeatError": "offbeat.errors",
 }

@@ -4,7 +4,7 @@ Each command is a short function in one of the modules below. Everything heavy i
 `offbeat --help` starts without torch.
 """
 
-from offbeat.cli import catalogue, planning, profiling, searching, trying
+from offbeat.cli import catalogue, frontier, planning, profiling, searching, trying, tuning
 from offbeat.cli.app import app, main
 
-__all__ = ["app", "catalogue", "main", "planning", "profiling", "searching", "trying"]
+__all__ = ["app", "catalogue", "frontier", "main", "planning", "profiling", "searching", "trying", "tuning"]

@@ -80,9 +80,7 @@ def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, An
             profile = load_profile(source)
         return profile.graph, load_cluster(cluster) if cluster else profile.cluster, profile.costs
     if cluster is None:
-        raise OffbeatError(
-            f"--cluster: it is needed, because {source!r} is no recorded folder"
-        )
+        raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
     spec = load_cluster(cluster)
     with progress(f"capturing {source}"):
         graph = capture_model(source, scale)

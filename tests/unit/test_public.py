@@ -36,6 +36,7 @@ NAMES = [
     "capture",
     "distribute",
     "emulate",
+    "find_frontier",
     "lower",
     "optimize",
     "register_builder",
@@ -48,6 +49,7 @@ COMMANDS = [
     "clusters",
     "builders",
     "plan",
+    "frontier",
     "profile",
     "replay",
     "calibrate",
@@ -56,6 +58,8 @@ COMMANDS = [
     "emulate",
     "demo",
     "doctor",
+    "tune",
+    "trials",
 ]
 
 

@@ -1,0 +1,138 @@
+"""offbeat frontier: model + cluster → the time/memory frontier over operator splits, or the point asked for."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat import units
+from offbeat.cli.app import Json, app
+from offbeat.cli.catalogue import load_cluster
+from offbeat.cli.planning import capture_model
+from offbeat.cli.show import print_facts, print_json, print_rows, progress
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from offbeat.cluster import ClusterSpec
+    from offbeat.graph import ModelGraph
+    from offbeat.search.frontier.find import ModelFrontier
+    from offbeat.search.frontier.model import FrontierPoint
+
+_SHOWN = 12
+
+
+@app.command(epilog="Example: offbeat frontier bert_large --cluster tensoropt --mini-time --memory 16GiB -o s.json")
+def frontier(  # noqa: PLR0917 - Typer makes one option of each
+    model: Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")],
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")],
+    mini_time: Annotated[bool, typer.Option("--mini-time", help="The fastest that fits in the memory.")] = False,
+    mini_parallelism: Annotated[
+        bool, typer.Option("--mini-parallelism", help="The fewest devices on which it fits.")
+    ] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="The fastest for each number of devices.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
+    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Use only the first so many devices.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the frontier as SVG here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Save the frontier or the strategy here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the frontier of time and memory over ways to split a model's operators."""
+    if mini_time + mini_parallelism + (profile is not None) > 1:
+        raise OffbeatError("--mini-time, --mini-parallelism and --profile exclude each other")
+    counts = _counts(profile) if profile is not None else ()
+    spec = load_cluster(cluster)
+    limit = memory if memory is not None else min(node.memory for node in spec.nodes)
+    units.parse_bytes(limit, "--memory")
+    with progress(f"capturing {model}"):
+        graph = capture_model(model, scale)
+    if profile is not None:
+        _profile(graph, spec, counts, limit, margin, price, as_json)
+        return
+    with progress("tracking the frontier"):
+        from offbeat.search.frontier.find import find_frontier
+
+        found = find_frontier(graph, spec, devices=devices, margin=margin)
+    if plot is not None:
+        with progress("drawing"):
+            found.plot(plot)
+    if mini_time or mini_parallelism:
+        _one(found, mini_parallelism, limit, output, as_json)
+        return
+    if output is not None:
+        found.save(output)
+    _all(found, as_json)
+
+
+def _one(found: "ModelFrontier", fewest: bool, limit: str | int, output: Path | None, as_json: bool) -> None:
+    devices = found.devices
+    if fewest:
+        with progress("searching for the fewest devices"):
+            chosen = found.min_devices(limit)
+        devices, point = chosen.devices, chosen.point
+    else:
+        point = found.point_within(limit)
+    if output is not None and point.strategy is not None:
+        point.strategy.save(output)
+    print_facts({"devices": devices, **_facts(point)}, as_json)
+
+
+def _all(found: "ModelFrontier", as_json: bool) -> None:
+    turning = found.turning_point
+    rows = [{**_facts(point), "turning_point": point is turning} for point in found.points]
+    if as_json:
+        print_json({"devices": found.devices, "points": rows, "notes": list(found.notes)})
+        return
+    step = max(1, math.ceil(len(rows) / _SHOWN))
+    shown = [row for index, row in enumerate(rows) if index % step == 0 or row["turning_point"] or row is rows[-1]]
+    print_rows(shown, as_json=False)
+    for note in dict.fromkeys(found.notes):
+        print(note)
+
+
+def _profile(
+    graph: "ModelGraph",
+    cluster: "ClusterSpec",
+    counts: tuple[int, ...],
+    limit: str | int,
+    margin: float,
+    price: float | None,
+    as_json: bool,
+) -> None:
+    from offbeat.search.frontier.find import profile_devices
+
+    with progress("tracking a frontier for each number of devices"):
+        rows = profile_devices(graph, cluster, counts, limit, margin=margin, price_per_device_hour=price)
+    table: list[dict[str, Any]] = [
+        {
+            "devices": row.devices,
+            "time_seconds": None if row.point is None else row.point.time_seconds,
+            "memory_bytes": None if row.point is None else round(row.point.memory_bytes),
+            "dollars_per_step": row.dollars_per_step,
+        }
+        for row in rows
+    ]
+    print_rows(table, as_json)
+
+
+def _facts(point: "FrontierPoint") -> dict[str, Any]:
+    return {
+        "memory_bytes": round(point.memory_bytes),
+        "time_seconds": point.time_seconds,
+        "compute_seconds": point.compute_seconds,
+        "network_seconds": point.network_seconds,
+    }
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise OffbeatError(f"--profile: {text!r} is not a list of numbers of devices such as 2,4,8,16")
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,235 @@
+"""A task file → lines of results: what one rank of a trial does, as `python -m offbeat.search.auto.job`.
+
+Runs in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), like any script of a user. The target is
+a training script, whose call of `offbeat.distribute` gets the strategy under trial and which ends once enough steps
+are timed; or 'package.module:function' that returns (model, example_inputs), which one process can train with several
+strategies in turn. Without strategies nothing is distributed: each rank trains alone, and the result is the step's
+graph and its compute times.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import CaptureError, OffbeatError
+from offbeat.graph import ModelGraph, capture
+from offbeat.graph.skeleton import skeleton
+from offbeat.plan import lower
+from offbeat.runtime.distribute import Runtime
+from offbeat.strategy import Strategy
+
+TASK = "OFFBEAT_TRIAL_TASK"
+"""Variable that names the task file."""
+LEARNING_RATE = 1e-4
+
+
+class _Ended(BaseException):
+    """Enough steps were timed. Not an Exception, so that a training loop does not catch it by accident."""
+
+
+class Stopwatch:
+    """Counts the steps of one trial and ends it in time, on all ranks after the same step."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.warm_up, self.timed = int(task["warm_up"]), int(task["timed"])
+        self.early, self.limit = int(task["early_steps"]), task["stop_above_seconds"]
+        self.marks: list[float] = []
+        self.stopped = False
+        self.finish: Callable[[], None] = lambda: None
+        """Completes what the last step left on the wire."""
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of the timed steps."""
+        return [after - before for before, after in zip(self.marks[:-1], self.marks[1:], strict=True)]
+
+    def after_step(self) -> None:
+        if self.warm_up > 0:
+            self.warm_up -= 1
+            if self.warm_up:
+                return
+        self.marks.append(time.perf_counter())
+        done = len(self.marks) - 1
+        if self.limit is not None and done == self.early and done < self.timed:
+            # Ranks must agree: one that stopped alone would leave the others waiting.
+            slowest = torch.tensor([statistics.median(self.steps)], dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            self.stopped = float(slowest) > self.limit
+        if self.stopped or done >= self.timed:
+            raise _Ended
+
+
+def main() -> None:
+    with open(os.environ[TASK], encoding="utf-8") as stream:
+        task = json.load(stream)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sys.path[:0] = [folder for folder in task["path"] if folder not in sys.path]
+    train = _train_script if task["target"].endswith(".py") else _train_function
+    for text in task["strategies"] or [None]:
+        _try(task, train, None if text is None else Strategy.from_json(json.dumps(text), origin=TASK))
+    # A script under trial was left in the middle of its loop: its threads and loaders need not be waited for.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | None) -> None:
+    """One trial, from a model to a line of results."""
+    watch = Stopwatch(task)
+    alone = _Alone(watch)
+    try:
+        if strategy is None:
+            train(task, alone.attach)
+        else:
+            train(task, lambda model, optimizer: _distribute(task, strategy, watch, model, optimizer))
+    except _Ended:
+        if strategy is None:
+            _report(task, alone.result())
+        else:
+            _report(task, {"status": "stopped" if watch.stopped else "done", "steps": watch.steps})
+    except OffbeatError as error:
+        # Every rank checks the same strategy in the same way, so all of them come here.
+        _report(task, {"status": "refused", "error": str(error), "steps": []})
+    else:
+        _join(task)
+        timed = max(0, len(watch.marks) - 1)
+        said = f"the script ended after {timed} of {watch.timed} timed steps"
+        _report(task, {"status": "refused", "error": said, "steps": []})
+    watch.finish()
+    dist.barrier()
+
+
+def _join(task: dict[str, Any]) -> None:
+    """Joins the job, unless the script has."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=task["timeout_seconds"]))
+
+
+def _distribute(
+    task: dict[str, Any], strategy: Strategy, watch: Stopwatch, model: torch.nn.Module, optimizer: Any
+) -> None:
+    with open(task["graph"], "rb") as stream:
+        graph = ModelGraph.from_json(stream.read(), origin=task["graph"])
+    with open(task["cluster"], "rb") as stream:
+        cluster = ClusterSpec.model_validate_json(stream.read())
+    plan = lower(graph, cluster, strategy, rank=dist.get_rank())
+    runtime = Runtime(model, optimizer, plan, timedelta(seconds=task["timeout_seconds"]))
+    watch.finish = runtime.engine.drain
+    runtime.engine.step_hooks.append(watch.after_step)
+
+
+class _Alone:
+    """A replica that is trained without the others, for its graph and its compute times."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
+        self.inputs: tuple[Any, ...] = ()
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        self.began = self.ended = 0.0
+
+    def attach(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        model.no_sync = nullcontext
+        model.flush = lambda: None
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+        optimizer.register_step_pre_hook(lambda *_: self.backward.append(time.perf_counter() - self.ended))
+        optimizer.register_step_post_hook(lambda *_: self.watch.after_step())
+
+    def result(self) -> dict[str, Any]:
+        """The graph with measured totals; only the timed steps count, as the first ones allocate and compile."""
+        count = max(1, len(self.watch.steps))
+        return {
+            "status": "done",
+            "steps": self.watch.steps,
+            "graph": json.loads(self._graph().to_json()),
+            "forward_seconds": statistics.median(self.forward[-count:]),
+            "backward_seconds": statistics.median(self.backward[-count:]),
+        }
+
+    def _graph(self) -> ModelGraph:
+        self.model._forward_hooks.clear()
+        self.model._forward_pre_hooks.clear()
+        try:
+            return capture(self.model, self.inputs, _first_scalar, optimizer=type(self.optimizer))
+        except CaptureError:
+            return skeleton(self.model)
+
+    def _before_forward(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self.inputs:
+            self.inputs = inputs
+        self.began = time.perf_counter()
+
+    def _after_forward(self, *_: Any) -> None:
+        self.ended = time.perf_counter()
+        self.forward.append(self.ended - self.began)
+
+
+def _first_scalar(outputs: Any, *_: Any) -> torch.Tensor:
+    """Something to differentiate: the outputs' sum, which is the loss itself where a model returns that."""
+    tensor = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+    if tensor is None:
+        tensor = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+    return tensor.float().sum()
+
+
+def _train_script(task: dict[str, Any], attach: Callable[..., None]) -> None:
+    """Runs the script with an `offbeat.distribute` that applies the strategy under trial, whatever it is given."""
+    offbeat = importlib.import_module("offbeat")
+
+    def distribute(model: torch.nn.Module, optimizer: Any, *_: Any, **__: Any) -> tuple[torch.nn.Module, Any]:
+        _join(task)
+        attach(model, optimizer)
+        return model, optimizer
+
+    offbeat.distribute = distribute  # type: ignore[attr-defined]
+    importlib.import_module("offbeat.api").distribute = distribute  # type: ignore[attr-defined]
+    sys.argv = [task["target"], *task["arguments"]]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(task["target"])))
+    try:
+        runpy.run_path(task["target"], run_name="__main__")
+    except SystemExit as ending:
+        if ending.code:
+            raise
+
+
+def _train_function(task: dict[str, Any], attach: Callable[..., None]) -> NoReturn:
+    """Trains what the function returns on its example batch until the trial ends."""
+    module, _, name = task["target"].partition(":")
+    _join(task)
+    torch.manual_seed(0)
+    made = getattr(importlib.import_module(module), name)(*task["arguments"])
+    model, inputs = made[:2]
+    optimizer = made[2] if len(made) > 2 else torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    attach(model, optimizer)
+    while True:
+        optimizer.zero_grad()
+        outputs = model(*inputs)
+        loss = outputs if isinstance(outputs, torch.Tensor) and not outputs.dim() else _first_scalar(outputs)
+        loss.backward()
+        optimizer.step()
+
+
+def _report(task: dict[str, Any], result: dict[str, Any]) -> None:
+    """One line by rank 0; the file is the only thing a trial hands back, so that a script may print what it likes."""
+    if dist.get_rank() == 0:
+        with open(task["results"], "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Model + cluster + a way to run trials → the best strategy measured within a budget (AutoDist's Algorithm 1).
+
+Each round draws candidates, predicts them, rejects those below the simulator's fidelity level, picks a few that are
+fast and different, measures them, and lets the simulator learn from what they took. Every trial is stored before the
+next begins, so that an interrupted search is continued without repeating one. Ctrl-C ends the search with the best
+so far.
+
+The guides `replay` and `combined` also consider the hand-made builders, the best strategies of earlier searches and
+neighbours of the best so far; `random` and `autosync` draw from the constrained space alone, as the papers do.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
+from offbeat.errors import OffbeatError, StrategyError
+from offbeat.graph import ModelGraph
+from offbeat.search.auto.guide import Guide, GuideName
+from offbeat.search.auto.sampler import Sampler, Space
+from offbeat.search.auto.select import (
+    diverse_pick,
+    elite,
+    embedding_similarity,
+    expression_similarity,
+    fidelity_level,
+)
+from offbeat.search.auto.store import Domain, Trial, TrialStore
+from offbeat.simulate.learned.samples import Schedule
+from offbeat.strategy import Strategy, build_strategy, transfer
+
+if TYPE_CHECKING:
+    from offbeat.simulate.learned.ranking import Simulator
+
+Run = Callable[[Sequence[Strategy], float | None], Iterable[Trial]]
+"""Strategies and the best seconds so far → one trial for each, as they end."""
+STARTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("overlap", {}),
+    ("overlap", {"bucket": "256KiB", "slice_bytes": "512KiB"}),
+    ("overlap", {"bucket": "4MiB", "slice_bytes": "4MiB"}),
+    ("ddp", {}),
+    ("ddp", {"bucket": "2MiB"}),
+    ("ps_load_balanced", {}),
+    ("partitioned_ps", {}),
+    ("uneven_partitioned_ps", {}),
+    ("parallax", {}),
+)
+"""Builders that are candidates from the beginning."""
+_TRANSFERRED = 3
+_PARENTS = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search."""
+
+    trials: int = 20
+    guide: GuideName = "combined"
+    seed: int = 0
+    candidates: int = 120
+    """Strategies that are predicted in each round (Algorithm 1's N)."""
+    generations: int = 3
+    """Times the best predicted candidates are replaced by neighbours of theirs before a trial, where the guide may."""
+    per_round: int = 4
+    """Trials of each round (its K)."""
+    alpha: float = 0.1
+    """Weight of similarity against time."""
+    similarity: str = "expression"
+    """'expression', or 'embedding' once a learned model has a hidden vector to compare."""
+    search: str = "search"
+    """Name under which trials are stored."""
+    resume: bool = False
+    """Continue the search of that name; otherwise it must be new."""
+    use_earlier: bool = True
+    """Start from what other searches stored for this model or this cluster."""
+    time_limit_seconds: float | None = None
+    baseline_seconds: float | None = None
+    """What the hit rate is counted against; None takes the best builder's trial so far."""
+    space: Space = field(default_factory=Space)
+    schedule: Schedule = field(default_factory=Schedule)
+    """How learned models are trained the first time."""
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "candidates", "generations", "per_round"):
+            if getattr(self, name) < 1:
+                raise OffbeatError(f"{name}: {getattr(self, name)} is not at least 1")
+        if self.similarity not in ("expression", "embedding"):
+            raise OffbeatError(f"similarity: {self.similarity!r} is neither 'expression' nor 'embedding'")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a search knows after a trial."""
+
+    number: int
+    """Trials so far, this one included."""
+    trials: int
+    trial: Trial
+    best: Trial | None
+    hit_rate: float
+    """Share of the trials that beat the baseline; nan as long as there is none."""
+    accuracy: float
+    """Share of the pairs of trials that were predicted in the right order; nan without predictions."""
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a search found."""
+
+    best: Trial | None
+    """None if no trial came to its end."""
+    trials: tuple[Trial, ...]
+    """All trials of the search in their order, also those of earlier runs that were resumed."""
+    baseline_seconds: float | None
+    hit_rate: float
+    accuracy: float
+    interrupted: bool
+    simulator: "Simulator | None"
+
+    @property
+    def strategy(self) -> Strategy:
+        if self.best is None:
+            raise OffbeatError(f"none of the {len(self.trials)} trials came to its end, so there is no best strategy")
+        return self.best.strategy
+
+
+def tune(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    run: Run,
+    options: Options | None = None,
+    *,
+    store: TrialStore | None = None,
+    costs: Costs | None = None,
+    simulator: "Simulator | None" = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> TuneResult:
+    """Searches for the fastest strategy with real trials.
+
+    `graph` should carry measured compute times; `costs` what is known of the network. `simulator` is a learned model
+    to start from.
+    """
+    search = _Search(graph, cluster, run, options or Options(), store, costs, simulator, on_progress)
+    interrupted = False
+    try:
+        search.start()
+        while search.wants_more():
+            search.round()
+    except KeyboardInterrupt:
+        interrupted = True
+    return TuneResult(
+        best=search.best,
+        trials=tuple(search.trials),
+        baseline_seconds=search.baseline,
+        hit_rate=search.hit_rate,
+        accuracy=search.guide.accuracy(search.trials),
+        interrupted=interrupted,
+        simulator=search.guide.simulator,
+    )
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        cluster: ClusterSpec,
+        run: Run,
+        options: Options,
+        store: TrialStore | None,
+        costs: Costs | None,
+        simulator: "Simulator | None",
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.graph, self.cluster, self.run, self.options = graph, cluster, run, options
+        self.store, self.on_progress = store, on_progress
+        self.guide = Guide(
+            options.guide,
+            graph,
+            cluster,
+            costs=costs,
+            schedule=options.schedule,
+            simulator=simulator,
+            seed=options.seed,
+        )
+        self.trials = self._stored()
+        # A resumed search must not draw the strategies again that it drew before.
+        self.sampler = Sampler(graph, cluster, options.seed + 1_000_003 * len(self.trials), options.space)
+        self.starts: list[Strategy] = []
+        self.began = time.monotonic()
+        self.tried_before = len(self.trials)
+
+    @property
+    def uses_neighbours(self) -> bool:
+        """Beyond the papers: builders, earlier strategies and neighbours are candidates too."""
+        return self.options.guide in ("replay", "combined")
+
+    @property
+    def best(self) -> Trial | None:
+        return _fastest(self.trials)
+
+    @property
+    def baseline(self) -> float | None:
+        if self.options.baseline_seconds is not None:
+            return self.options.baseline_seconds
+        built = _fastest([trial for trial in self.trials if trial.strategy.name != "auto"])
+        return None if built is None else built.seconds
+
+    @property
+    def hit_rate(self) -> float:
+        baseline = self.baseline
+        if baseline is None or not self.trials:
+            return math.nan
+        hits = sum(trial.status == "done" and (trial.seconds or math.inf) < baseline for trial in self.trials)
+        return hits / len(self.trials)
+
+    def start(self) -> None:
+        """Builders and earlier trials, where the guide makes use of them."""
+        if self.uses_neighbours:
+            for name, settings in STARTS:
+                try:
+                    self.starts.append(build_strategy(name, self.graph, self.cluster, **settings))
+                except StrategyError:
+                    continue
+        if self.store is not None and self.options.use_earlier:
+            for domain in self.store.domains():
+                self._use_earlier(self.store, domain)
+        self.guide.learn(self.trials)
+
+    def wants_more(self) -> bool:
+        limit = self.options.time_limit_seconds
+        return len(self.trials) < self.options.trials and (limit is None or time.monotonic() - self.began < limit)
+
+    def round(self) -> None:
+        """Lines 2 to 9 of Algorithm 1."""
+        count = min(self.options.per_round, self.options.trials - len(self.trials))
+        chosen = self._choose(count)
+        if self.starts and not self.trials:
+            # One of the hand-made strategies is always measured: what is returned is no worse, and hits are counted.
+            first = self.starts[int(np.argmin(self.guide.predict(self.starts)))]
+            chosen = [first, *(strategy for strategy in chosen if strategy.digest != first.digest)][:count]
+        if not chosen:
+            raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
+        predicted = self.guide.predict(chosen).tolist()
+        best = self.best
+        for trial, seconds in zip(self.run(chosen, None if best is None else best.seconds), predicted, strict=False):
+            self._record(replace(trial, predicted_seconds=None if math.isnan(seconds) else seconds))
+            if not self.wants_more():
+                break
+        self.guide.learn(self.trials)
+
+    def _choose(self, count: int) -> list[Strategy]:
+        candidates = self._candidates()
+        if not self.guide.predicts:
+            return candidates[:count]
+        if self.uses_neighbours:
+            candidates = self._evolve(candidates)
+        predicted = self.guide.predict(candidates)
+        recent = [trial for trial in self.trials if trial.usable]
+        level = math.inf
+        if recent:
+            again = self.guide.predict([trial.strategy for trial in recent])
+            level = fidelity_level(again, [trial.seconds or 0.0 for trial in recent])
+        kept = elite(predicted, level, least=2 * count)
+        similar = self._similarity([candidates[position] for position in kept])
+        return [candidates[kept[p]] for p in diverse_pick(predicted[kept], similar, count, self.options.alpha)]
+
+    def _candidates(self) -> list[Strategy]:
+        """New strategies, each once."""
+        total = self.options.candidates
+        if self.uses_neighbours:
+            total //= self.options.generations
+        found = list(self.starts)
+        best = sorted((t for t in self.trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)[:3]
+        if self.uses_neighbours:
+            for near in [trial.strategy for trial in best] or self.starts[:3]:
+                found += self.sampler.vary(near, max(1, total // 6))
+        found += self.sampler.sample(max(1, total // 3, total - len(found)))
+        return self._untried(found)
+
+    def _evolve(self, candidates: list[Strategy]) -> list[Strategy]:
+        """The candidates and, generation by generation, neighbours of the best predicted among them."""
+        each = max(1, self.options.candidates // self.options.generations // _PARENTS)
+        for _ in range(self.options.generations - 1):
+            order = np.argsort(self.guide.predict(candidates), kind="stable")[:_PARENTS]
+            near = [s for parent in order for s in self.sampler.vary(candidates[parent], each)]
+            candidates = self._untried([*candidates, *near])
+        return candidates
+
+    def _untried(self, strategies: Sequence[Strategy]) -> list[Strategy]:
+        tried = {trial.strategy.digest for trial in self.trials}
+        return list({s.digest: s for s in strategies if s.digest not in tried}.values())
+
+    def _similarity(self, candidates: Sequence[Strategy]) -> Callable[[int, int], float]:
+        vectors = self.guide.embed(candidates) if self.options.similarity == "embedding" else None
+        if vectors is None:
+            return lambda a, b: expression_similarity(candidates[a], candidates[b])
+        return lambda a, b: embedding_similarity(vectors[a], vectors[b])
+
+    def _record(self, trial: Trial) -> None:
+        stored = replace(trial, search=self.options.search)
+        if self.store is not None:
+            self.store.add(self.graph, self.cluster, stored)
+        self.trials.append(stored)
+        if self.on_progress is None:
+            return
+        made = len(self.trials) - self.tried_before
+        each = (time.monotonic() - self.began) / made
+        left = each * (self.options.trials - len(self.trials))
+        limit = self.options.time_limit_seconds
+        if limit is not None:
+            left = min(left, max(0.0, limit - (time.monotonic() - self.began)))
+        accuracy = self.guide.accuracy(self.trials)
+        progress = Progress(len(self.trials), self.options.trials, stored, self.best, self.hit_rate, accuracy, left)
+        self.on_progress(progress)
+
+    def _stored(self) -> list[Trial]:
+        """The trials of the search that is resumed."""
+        if self.store is None:
+            if self.options.resume:
+                raise OffbeatError(f"resume: search {self.options.search!r} needs the trial store it was stored in")
+            return []
+        known = self.store.trials(self.graph.digest, self.cluster.digest, search=self.options.search)
+        if known and not self.options.resume:
+            raise OffbeatError(
+                f"search {self.options.search!r} has {len(known)} trials already: resume it, or give another name"
+            )
+        return known
+
+    def _use_earlier(self, store: TrialStore, domain: Domain) -> None:
+        """Trials of other searches: data for the simulator, and strategies to begin with."""
+        same_graph = domain.graph_digest == self.graph.digest
+        if not (same_graph or domain.cluster_digest == self.cluster.digest or domain.model == self.graph.name):
+            return
+        trials = [
+            trial
+            for trial in store.trials(domain.graph_digest, domain.cluster_digest)
+            if trial.search != self.options.search or not (same_graph and domain.cluster_digest == self.cluster.digest)
+        ]
+        if not trials:
+            return
+        graph, cluster = store.load_domain(domain)
+        self.guide.add_domain(graph, cluster, trials)
+        if not self.uses_neighbours:
+            return
+        fastest = sorted((t for t in trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)
+        for trial in fastest[:_TRANSFERRED]:
+            moved = transfer(trial.strategy, self.graph, self.cluster)
+            if moved.variables:
+                self.starts.append(moved)
+
+
+def _fastest(trials: Sequence[Trial]) -> Trial | None:
+    done = [trial for trial in trials if trial.status == "done" and trial.seconds is not None]
+    return min(done, key=lambda trial: trial.seconds or math.inf, default=None)

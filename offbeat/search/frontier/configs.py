@@ -1,0 +1,147 @@
+"""A unit and a fine mesh → all its configurations, as arrays; a configuration → OperatorConfig of each operator.
+
+A configuration gives each fine axis one of the unit's labels, or none: the devices along it then compute the same
+(redundantly). The fine axes of a label are neighbours, so that they are one axis of a device mesh and each tensor axis
+is split by one mesh axis, as TensorOpt's tensor maps have it. Where a label is summed over, the partial sums are
+completed by an all-reduce, or by a reduce-scatter that splits another axis of the result; what follows in the unit then
+works on that split.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.search.frontier.rules import Map
+from offbeat.search.frontier.units import Unit
+from offbeat.strategy.model import OperatorConfig
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Configurations:
+    """The configurations of a unit."""
+
+    before: NDArray[np.int64]
+    """(K, F) the label of each fine axis up to its head."""
+    after: NDArray[np.int64]
+    """(K, F) the same from the head's result on."""
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def symbols(self, unit: Unit, member: int, result: bool = False) -> NDArray[np.int64]:
+        """(K, F) what splits a member's inputs, or its result."""
+        return self.before if member < unit.head or (member == unit.head and not result) else self.after
+
+
+def configurations(unit: Unit, factors: Sequence[int], levels: Sequence[int], most: int = 64) -> Configurations:
+    """All configurations of a unit, or the `most` that come first.
+
+    Where there are more than `most`, one order of labels stands for all among fine axes of one of the `levels`, which
+    are linked alike; then those come first that use fewer mesh axes and repeat less work."""
+    rows = []
+    for before in _assignments(unit.sizes, tuple(factors)):
+        summed = {label for label in before if label in unit.sums}
+        rows.append((before, tuple(NONE if label in unit.sums else label for label in before)))
+        if len(summed) == 1:
+            free = sorted(_result_labels(unit) - set(before))
+            rows += [(before, cut) for label in free if (cut := _scattered(unit, before, label, factors))]
+    if len(rows) > most:
+        order = {label: rank for rank, label in enumerate(_ordered_labels(unit))}
+        rows = [row for row in rows if _is_canonical(row[0], levels, order)]
+    rows.sort(key=lambda row: _effort(row[0], factors))
+    chosen = rows[:most]
+    sides = (np.array([row[side] for row in chosen], np.int64).reshape(len(chosen), -1) for side in (0, 1))
+    return Configurations(*sides)
+
+
+def _ordered_labels(unit: Unit) -> list[int]:
+    """The head's labels as its result has them, then those it sums over, then none."""
+    rule = unit.members[unit.head].rule
+    axes = [label for labels in (*rule.outputs[:1], *rule.inputs, *rule.variables) for label in labels]
+    return [*dict.fromkeys(label for label in (*axes, *range(len(unit.sizes))) if label >= 0), NONE]
+
+
+def _is_canonical(before: tuple[int, ...], levels: Sequence[int], order: dict[int, int]) -> bool:
+    for axis in range(1, len(before)):
+        first, second = before[axis - 1], before[axis]
+        continued = axis > 1 and levels[axis - 2] != levels[axis - 1] and before[axis - 2] == first
+        if levels[axis - 1] == levels[axis] and order[first] > order[second] and not continued:
+            return False
+    return True
+
+
+def _result_labels(unit: Unit) -> set[int]:
+    return {label for labels in unit.members[unit.head].rule.outputs[:1] for label in labels if label >= 0}
+
+
+def _scattered(unit: Unit, before: tuple[int, ...], label: int, factors: Sequence[int]) -> tuple[int, ...] | None:
+    """The split after a reduce-scatter onto `label`, if that can be cut so often."""
+    parts = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol in unit.sums)
+    if unit.sizes[label] % parts:
+        return None
+    return tuple(label if symbol in unit.sums else symbol for symbol in before)
+
+
+def _effort(before: tuple[int, ...], factors: Sequence[int]) -> tuple[int, int]:
+    """Mesh axes in use, then devices that repeat others' work."""
+    runs = 1 + sum(a != b for a, b in pairwise(before))
+    repeated = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol == NONE)
+    return (runs, repeated)
+
+
+def _assignments(sizes: Sequence[int], factors: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Labels for the fine axes: those of one label are neighbours, and its size is divided evenly."""
+    found: list[tuple[int, ...]] = []
+
+    def extend(chosen: tuple[int, ...], parts: int) -> None:
+        axis = len(chosen)
+        if axis == len(factors):
+            found.append(chosen)
+            return
+        extend((*chosen, NONE), 1)
+        for label, size in enumerate(sizes):
+            if label not in chosen:
+                if size % factors[axis] == 0:
+                    extend((*chosen, label), factors[axis])
+            elif chosen[-1] == label and size % (parts * factors[axis]) == 0:
+                extend((*chosen, label), parts * factors[axis])
+
+    extend((), 1)
+    return found
+
+
+def operator_configs(unit: Unit, configs: Configurations, index: int, factors: Sequence[int]) -> list[OperatorConfig]:
+    """The device mesh and tensor maps of each member under one configuration."""
+    before, after = (tuple(int(s) for s in side[index]) for side in (configs.before, configs.after))
+    mesh, place = _mesh(before, after, factors)
+    made = []
+    for number, member in enumerate(unit.members):
+        given = before if number <= unit.head else after
+        result = before if number < unit.head else after
+        inputs = tuple(_tensor_map(labels, given, place) for labels in member.rule.inputs + member.rule.variables)
+        outputs = tuple(_tensor_map(labels, result, place) for labels in member.rule.outputs)
+        made.append(OperatorConfig(mesh=mesh, inputs=inputs, outputs=outputs))
+    return made
+
+
+def _mesh(before: tuple[int, ...], after: tuple[int, ...], factors: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """The mesh with neighbouring fine axes of one label joined, and the mesh axis of each fine axis."""
+    mesh: list[int] = []
+    place: list[int] = []
+    for axis, factor in enumerate(factors):
+        if axis and before[axis] == before[axis - 1] and after[axis] == after[axis - 1]:
+            mesh[-1] *= factor
+        else:
+            mesh.append(factor)
+        place.append(len(mesh) - 1)
+    return tuple(mesh) or (1,), place
+
+
+def _tensor_map(labels: Map, symbols: tuple[int, ...], place: list[int]) -> tuple[int, ...]:
+    return tuple(place[symbols.index(label)] if label >= 0 and label in symbols else NONE for label in labels)

@@ -1,0 +1,112 @@
+"""A frontier and points to compare with → SVG text, or a file: memory across, time upwards, time split in its parts.
+
+As figure 6 of TensorOpt: the frontier as a solid line, its compute and network time as dotted ones, the turning point
+and the other systems marked. Written by hand, so that no plotting library is needed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from html import escape
+from os import PathLike
+
+from offbeat import files
+from offbeat.errors import OffbeatError
+from offbeat.search.frontier.model import Frontier, FrontierPoint
+from offbeat.units import format_bytes, format_seconds
+
+WIDTH, HEIGHT = 760, 460
+LEFT, RIGHT, TOP, BOTTOM = 84, 168, 36, 56
+_LINES: tuple[tuple[str, str, str, str], ...] = (
+    ("time_seconds", "frontier", "#1b6ca8", ""),
+    ("compute_seconds", "of it compute", "#3a9d5d", "2 4"),
+    ("network_seconds", "of it network", "#c8553d", "2 4"),
+)
+_MARKS = ("#7a4fa3", "#b8860b", "#444444", "#c2185b", "#00838f", "#5d4037")
+
+Scale = Callable[[float], float]
+
+
+def draw(frontier: Frontier, path: str | PathLike[str], marked: Mapping[str, FrontierPoint] | None = None) -> None:
+    """Writes the picture; the name must end in .svg."""
+    if not str(path).lower().endswith(".svg"):
+        raise OffbeatError(f"{path}: the frontier is drawn as SVG, so its file must end in .svg")
+    files.write_atomic(path, svg(frontier, marked).encode(), "picture")
+
+
+def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None, title: str = "") -> str:
+    """The picture as text."""
+    if not frontier.points:
+        raise OffbeatError("the frontier has no points to draw")
+    shown = {"turning point": frontier.turning_point, **(marked or {})}
+    every = [*frontier.points, *shown.values()]
+    across = _scale([point.memory_bytes for point in every], LEFT, WIDTH - RIGHT)
+    longest = max(point.time_seconds for point in every)
+    least = min(min(p.time_seconds, p.compute_seconds, p.network_seconds) for p in frontier.points)
+    up = _scale([longest, max(least, longest / 1e4)], HEIGHT - BOTTOM, TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{escape(title or "Memory and time of one training step")}</text>',
+        *_axes([p.memory_bytes for p in every], [longest, max(least, longest / 1e4)], across, up),
+    ]
+    for row, (name, label, colour, dashes) in enumerate(_LINES):
+        places = [(across(p.memory_bytes), up(max(getattr(p, name), longest / 1e4))) for p in frontier.points]
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>')
+        parts += _entry(row, label, f'<path d="M0 0h18" stroke="{colour}" stroke-width="2"{dashed}/>')
+    for row, (label, point) in enumerate(shown.items()):
+        colour = _MARKS[row % len(_MARKS)]
+        x, y = across(point.memory_bytes), up(point.time_seconds)
+        about = f"{label}: {format_bytes(point.memory_bytes)}, {format_seconds(point.time_seconds)}"
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(about)}</title></circle>')
+        parts += _entry(len(_LINES) + row, label, f'<circle cx="9" cy="0" r="5" fill="{colour}"/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _entry(row: int, label: str, sign: str) -> list[str]:
+    """One line of the legend."""
+    x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * row
+    return [f'<g transform="translate({x} {y})">{sign}</g>', f'<text x="{x + 26}" y="{y + 4}">{escape(label)}</text>']
+
+
+def _axes(memory: list[float], seconds: list[float], across: Scale, up: Scale) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = [f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>']
+    for value in _ticks(memory):
+        x = across(value)
+        parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="black"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{format_bytes(value)}</text>')
+    for value in _ticks(seconds):
+        y = up(value)
+        parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="black"/>')
+        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{format_seconds(value)}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 14}" text-anchor="middle">memory of each device (log)</text>')
+    parts.append(
+        f'<text transform="translate(16 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
+        "time per step (log)</text>"
+    )
+    return parts
+
+
+def _scale(values: list[float], low: float, high: float) -> Scale:
+    """Logarithmic; a single value lies in the middle."""
+    positive = [value for value in values if value > 0] or [1.0]
+    first, last = math.log(min(positive)), math.log(max(positive))
+    span = last - first
+
+    def place(value: float) -> float:
+        if span == 0:
+            return (low + high) / 2
+        return low + (math.log(max(value, min(positive))) - first) / span * (high - low)
+
+    return place
+
+
+def _ticks(values: list[float]) -> list[float]:
+    """Five values, evenly spread in logarithms."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = math.log(min(positive)), math.log(max(positive))
+    return [math.exp(low + (high - low) * step / 4) for step in range(5)] if high > low else [math.exp(low)]

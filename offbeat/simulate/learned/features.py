@@ -1,0 +1,156 @@
+"""Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw).
+
+A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
+predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges join
+shards of one variable, neighbours in forward order, and members of one message. Features of the whole plan are the
+domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule; with `replay=True` the replayer's
+prediction is one more. Times and sizes enter as logarithms, because they span many orders of magnitude.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.cost.analytic import Coefficients, compute_seconds, features, message_features, sync_seconds
+from offbeat.cost.measured import Costs
+from offbeat.plan import Plan
+from offbeat.plan.model import Message, Piece
+from offbeat.simulate.predict import simulate
+from offbeat.strategy import Schedule
+from offbeat.strategy.model import SERVERS
+
+SYNCHRONIZERS = (
+    "all_reduce",
+    "parameter_server",
+    "sharded",
+    "sparse_all_gather",
+    "sparse_parameter_server",
+    "factor_broadcast",
+)
+SHORTEST_SECONDS = 1e-6
+_SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes")
+RAW_NAMES = (
+    *("bytes", "variable_bytes", "rows", "axes", "sparse", "item_bytes", "position", "depth"),
+    *(f"by_{name}" for name in SYNCHRONIZERS),
+    *("owner_bandwidth", "stations", "grouped", "message_bytes", "message_pieces", "encoded_share", "shards"),
+    *_SCHEDULE,
+)
+PREDEFINED_NAMES = ("transfer_seconds", "network_overheads", "kernel_latencies", "message_transfer_seconds")
+NODE_NAMES = RAW_NAMES + PREDEFINED_NAMES
+_Z = tuple(f"{family}.{part}" for family in ("ps.max", "ps.mean", "cc.max", "cc.mean") for part in ("t", "n", "k"))
+WHOLE_NAMES = (
+    *_Z,
+    *("compute_seconds", "sync_seconds", "predefined_seconds"),
+    *("messages", "tasks", "served_share", "busiest_server_seconds", "collective_seconds"),
+    *_SCHEDULE,
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One plan as arrays of float32."""
+
+    nodes: NDArray[np.float32]
+    """A row of `NODE_NAMES` for each shard, in forward order."""
+    edges: NDArray[np.int64]
+    """(2, count): from, to; both directions and from each node to itself."""
+    whole: NDArray[np.float32]
+    """`WHOLE_NAMES`."""
+    base: float
+    """Logarithm of the predicted seconds on which a learned model may build: the replayer's, else the analytic's."""
+
+
+def encode(
+    plan: Plan, *, replay: bool = False, costs: Costs | None = None, coefficients: Coefficients | None = None
+) -> Encoded:
+    """What the learned simulators read of a plan; `replay` puts the replayer's prediction in as well."""
+    shards = _shards(plan)
+    coefficients = coefficients or Coefficients()
+    computing, syncing = compute_seconds(plan), sync_seconds(plan, coefficients)
+    entries = message_features(plan)
+    servers: dict[int, float] = {}
+    for entry in entries:
+        if entry.server is not None:
+            servers[entry.server] = servers.get(entry.server, 0.0) + entry.seconds(coefficients)
+    collective = sum(entry.seconds(coefficients) for entry in entries if entry.server is None)
+    served = sum(message.bytes for message in plan.messages if message.synchronizer in SERVERS)
+    total = sum(message.bytes for message in plan.messages)
+    predicted = max(computing, syncing)
+    seconds = simulate(plan, costs, memory=False).iteration_time if replay else predicted
+    whole = [
+        *(_log(value) if part % 3 == 0 else math.log1p(value) for part, value in enumerate(features(plan).tolist())),
+        *(_log(computing), _log(syncing), _log(predicted)),
+        *(math.log1p(len(plan.messages)), math.log1p(len(plan.tasks)), served / max(1, total)),
+        *(_log(max(servers.values(), default=0.0)), _log(collective)),
+        *_schedule(plan.strategy.schedule),
+    ]
+    nodes = [_node(plan, message, piece, entries[message.index].vector) for message, piece in shards]
+    return Encoded(
+        np.array(nodes, dtype=np.float32).reshape(len(shards), len(NODE_NAMES)),
+        _edges(shards),
+        np.array(whole, dtype=np.float32),
+        _log(seconds),
+    )
+
+
+def _shards(plan: Plan) -> list[tuple[Message, Piece]]:
+    """Every piece with its message, in forward order."""
+    place = plan.graph.variable_index
+    found = [(message, piece) for message in plan.messages for piece in message.pieces]
+    return sorted(found, key=lambda entry: (place[entry[1].variable], entry[1].box))
+
+
+def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, float]) -> list[float]:
+    variable = plan.graph.variable(piece.variable)
+    size = message.bytes * piece.elements / max(1, message.elements)
+    share = piece.elements / max(1, message.elements)
+    position = plan.graph.variable_index[variable.name] / max(1, len(plan.graph.variables) - 1)
+    owner, rows = message.owner, piece.shape[0] if piece.shape else 1
+    bandwidth = 0.0 if owner is None else math.log10(plan.cluster.node_bandwidth(plan.cluster.node_of(owner)))
+    raw = [
+        *(math.log1p(size) / 10, math.log1p(variable.bytes) / 10, math.log1p(rows) / 10),
+        *(len(variable.shape) / 4, float(variable.sparse), variable.bytes / max(1, variable.elements) / 4),
+        *(position, math.log1p(len(plan.graph.variables)) / 5),
+        *(float(message.synchronizer == name) for name in SYNCHRONIZERS),
+        *(bandwidth / 10, len(message.stations) / 8, float(message.group is not None)),
+        *(math.log1p(message.bytes) / 10, math.log1p(len(message.pieces)) / 5),
+        *(message.gradient_bytes / max(1, message.bytes), variable.elements / max(1, piece.elements) / 8),
+        *_schedule(plan.strategy.schedule),
+    ]
+    transfer, overheads, latencies = z
+    pieces = len(message.pieces)
+    return [*raw, _log(transfer * share), overheads / pieces / 8, latencies / pieces, _log(transfer)]
+
+
+def _schedule(schedule: Schedule) -> tuple[float, ...]:
+    cut = schedule.slice_bytes
+    return (
+        float(schedule.policy == "priority"),
+        float(schedule.policy == "explicit"),
+        float(schedule.mode == "barrier"),
+        schedule.in_flight / 4,
+        float(cut is not None),
+        0.0 if cut is None else math.log2(cut) / 20,
+    )
+
+
+def _edges(shards: Sequence[tuple[Message, Piece]]) -> NDArray[np.int64]:
+    pairs = {(node, node) for node in range(len(shards))}
+    members: dict[int, list[int]] = {}
+    first_of: dict[str, list[int]] = {}
+    for node, (message, piece) in enumerate(shards):
+        members.setdefault(message.index, []).append(node)
+        first_of.setdefault(piece.variable, []).append(node)
+    # Chains instead of cliques: as connected, and linear in the number of shards.
+    for chain in (*members.values(), *first_of.values(), [nodes[0] for nodes in first_of.values()]):
+        for a, b in pairwise(chain):
+            pairs |= {(a, b), (b, a)}
+    return np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
+
+
+def _log(seconds: float) -> float:
+    return math.log(max(seconds, SHORTEST_SECONDS))

@@ -1,0 +1,196 @@
+"""Encoded plans → one score each (the logarithm of a time, up to scale) and a hidden vector, in plain torch.
+
+linear     w · z over the features of the whole plan                                     `LinearModel`
+rnn        zi = MLP_i(z_raw ⊕ z_pre); LSTM both ways; MLP_o([h, h'])   (Eqs. 4 to 7)     `RecurrentModel`
+gat        graph attention over shards, mean, linear layer             (Eqs. 8 to 10)    `AttentionModel`
+combined   the replayer's logarithm plus what a linear and a recurrent part learn of its error   `CombinedModel`
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from offbeat.errors import OffbeatError
+from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded
+
+Kind = Literal["linear", "rnn", "gat", "combined"]
+HIDDEN = 64
+HEADS = 4
+_NEGATIVE_SLOPE = 0.2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Plans padded to the longest, with the graph of all of them side by side."""
+
+    nodes: Tensor
+    """(plans, longest, features)"""
+    lengths: Tensor
+    edges: Tensor
+    """(2, edges) of positions in the flattened nodes of all plans without padding."""
+    whole: Tensor
+    base: Tensor
+
+
+def collate(plans: Sequence[Encoded]) -> Batch:
+    lengths = [len(plan.nodes) for plan in plans]
+    nodes = np.zeros((len(plans), max(lengths), len(NODE_NAMES)), dtype=np.float32)
+    for row, plan in zip(nodes, plans, strict=True):
+        row[: len(plan.nodes)] = plan.nodes
+    starts = np.cumsum([0, *lengths[:-1]])
+    edges = np.concatenate([plan.edges + start for plan, start in zip(plans, starts, strict=True)], axis=1)
+    return Batch(
+        torch.from_numpy(nodes),
+        torch.tensor(lengths),
+        torch.from_numpy(edges),
+        torch.from_numpy(np.stack([plan.whole for plan in plans])),
+        torch.tensor([plan.base for plan in plans], dtype=torch.float32),
+    )
+
+
+class ScoreModel(nn.Module):
+    """What all models share: features are standardised by the first plans they are trained on."""
+
+    node_mean: Tensor
+    node_scale: Tensor
+    whole_mean: Tensor
+    whole_scale: Tensor
+    base_mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in (("node", len(NODE_NAMES)), ("whole", len(WHOLE_NAMES))):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_scale", torch.ones(size))
+        self.register_buffer("base_mean", torch.zeros(()))
+
+    def standardise(self, plans: Sequence[Encoded]) -> None:
+        """Takes mean and spread of every feature from these plans."""
+        nodes = torch.from_numpy(np.concatenate([plan.nodes for plan in plans]))
+        whole = torch.from_numpy(np.stack([plan.whole for plan in plans]))
+        for name, values in (("node", nodes), ("whole", whole)):
+            spread = values.std(0, correction=0)
+            getattr(self, f"{name}_mean").copy_(values.mean(0))
+            # A feature that never varied says nothing, and a tiny spread would blow up the first plan that differs.
+            getattr(self, f"{name}_scale").copy_(torch.where(spread > 1e-4, 1 / spread, torch.zeros_like(spread)))
+        self.base_mean.fill_(float(np.mean([plan.base for plan in plans])))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(scores, hidden vectors), one per plan."""
+        nodes = ((batch.nodes - self.node_mean) * self.node_scale).clamp(-6, 6)
+        whole = ((batch.whole - self.whole_mean) * self.whole_scale).clamp(-6, 6)
+        return self.score(Batch(nodes, batch.lengths, batch.edges, whole, batch.base - self.base_mean))
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class LinearModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.layer = nn.Linear(len(WHOLE_NAMES), 1)
+        # Random weights rank worse than none, and a convex problem needs no symmetry broken.
+        nn.init.zeros_(self.layer.weight)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.layer(batch.whole).squeeze(-1), batch.whole
+
+
+class RecurrentModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.read = nn.Sequential(nn.Linear(len(NODE_NAMES), hidden), nn.ReLU())
+        self.walk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True)
+        self.decide = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(self.read(batch.nodes), batch.lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.walk(packed)
+        hidden = torch.cat((last[0], last[1]), dim=-1)
+        return self.decide(hidden).squeeze(-1), hidden
+
+
+class Attention(nn.Module):
+    """One layer of graph attention (Veličković et al., 2018) with a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int, heads: int = HEADS) -> None:
+        super().__init__()
+        self.heads, self.width = heads, outputs // heads
+        self.project = nn.Linear(inputs, heads * self.width, bias=False)
+        self.skip = nn.Linear(inputs, heads * self.width)
+        self.source = nn.Parameter(torch.empty(heads, self.width))
+        self.target = nn.Parameter(torch.empty(heads, self.width))
+        nn.init.xavier_uniform_(self.source)
+        nn.init.xavier_uniform_(self.target)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        values = self.project(nodes).view(-1, self.heads, self.width)
+        sender, receiver = edges
+        logits = (values * self.source).sum(-1)[sender] + (values * self.target).sum(-1)[receiver]
+        logits = functional.leaky_relu(logits, _NEGATIVE_SLOPE)
+        # Softmax over the edges into each node; the largest logit is taken off first, as exponentials overflow.
+        index = receiver[:, None].expand(-1, self.heads)
+        largest = torch.full((len(nodes), self.heads), -torch.inf).scatter_reduce(0, index, logits, "amax")
+        weights = torch.exp(logits - largest[receiver])
+        sums = torch.zeros(len(nodes), self.heads).index_add(0, receiver, weights)
+        weights = weights / sums[receiver]
+        mixed = torch.zeros_like(values).index_add(0, receiver, values[sender] * weights[..., None])
+        return functional.elu(mixed.flatten(1) + self.skip(nodes))
+
+
+class AttentionModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        if hidden % HEADS:
+            raise OffbeatError(f"hidden: {hidden} is not a multiple of the {HEADS} attention heads")
+        self.first = Attention(len(NODE_NAMES), hidden)
+        self.second = Attention(hidden, hidden)
+        self.decide = nn.Linear(hidden, 1)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        longest = batch.nodes.shape[1]
+        present = torch.arange(longest)[None] < batch.lengths[:, None]
+        nodes = self.second(self.first(batch.nodes[present], batch.edges), batch.edges)
+        plan = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
+        hidden = torch.zeros(len(batch.lengths), nodes.shape[1]).index_add(0, plan, nodes) / batch.lengths[:, None]
+        return self.decide(hidden).squeeze(-1), hidden
+
+
+class CombinedModel(ScoreModel):
+    """Starts as the replayer's own ranking and learns where that is wrong."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.sequence = RecurrentModel(hidden)
+        self.linear = nn.Linear(len(WHOLE_NAMES) + 1, 1)
+        self.trust = nn.Parameter(torch.tensor(4.0))
+        """Weight of the replayer's logarithm."""
+        for layer in (self.linear, self.sequence.decide[-1]):
+            assert isinstance(layer, nn.Linear)
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        learned, hidden = self.sequence.score(batch)
+        direct = self.linear(torch.cat((batch.whole, batch.base[:, None]), dim=1)).squeeze(-1)
+        return self.trust * batch.base + direct + learned, torch.cat((hidden, batch.base[:, None]), dim=1)
+
+
+_MODELS: dict[str, type[ScoreModel]] = {
+    "linear": LinearModel,
+    "rnn": RecurrentModel,
+    "gat": AttentionModel,
+    "combined": CombinedModel,
+}
+
+
+def make_model(kind: Kind, hidden: int = HIDDEN) -> ScoreModel:
+    if kind not in _MODELS:
+        raise OffbeatError(f"simulator: {kind!r} is not one of {', '.join(get_args(Kind))}")
+    return _MODELS[kind](hidden)  # type: ignore[call-arg]

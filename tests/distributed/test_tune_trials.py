@@ -1,0 +1,123 @@
+"""Trials in processes of their own: how they end is recorded, and a search with them finds a strategy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import OffbeatError
+from offbeat.search.auto.sampler import Sampler
+from offbeat.search.auto.store import TrialStore
+from offbeat.search.auto.trials import LocalRanks, TrialOptions, TrialRunner
+from offbeat.search.auto.tune import Options, tune
+from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
+
+CLUSTER = ClusterSpec.local(2)
+SHORT = TrialOptions(warm_up=2, timed=4, early_steps=2, timeout_seconds=60, batch=4)
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import offbeat
+dist.init_process_group("gloo")
+torch.manual_seed(int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = offbeat.distribute(model, optimizer, strategy="auto")
+for step in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+"""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def runner(fault: str = "", options: TrialOptions = SHORT) -> TrialRunner:
+    return TrialRunner(LocalRanks(2), "tuning_targets:build", (fault,), options)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return runner().discover()
+
+
+def test_one_run_alone_gives_the_graph_with_compute_times(graph):
+    assert graph.source == "joint"
+    assert len(graph.variables) == 6
+    compute = [operator.seconds for operator in graph.operators if operator.phase != "optimizer"]
+    assert None not in compute
+    assert 0 < sum(compute) < 1
+
+
+def test_trials_share_processes_and_stop_early(graph):
+    here = runner()
+    strategies = [*Sampler(graph, CLUSTER, 0).sample(2), build_strategy("ddp", graph, CLUSTER)]
+    trials = list(here.run(graph, CLUSTER, strategies))
+    assert here.launches == 1
+    assert [trial.strategy for trial in trials] == strategies
+    assert [(trial.status, len(trial.steps)) for trial in trials] == [("done", 4)] * 3
+    assert all(0 < trial.seconds < 10 for trial in trials)
+    (bad,) = here.run(graph, CLUSTER, strategies[:1], best_seconds=1e-9)
+    assert (bad.status, len(bad.steps)) == ("stopped", 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [("crash", "crashed", "the model is broken"), ("hang", "hung", "still ran"), ("memory", "out_of_memory", "memory")],
+)
+def test_a_failure_is_recorded_and_named(graph, fault, status, words):
+    limit = TrialOptions(warm_up=2, timed=4, timeout_seconds=20 if fault == "hang" else 60)
+    (trial,) = runner(fault, limit).run(graph, CLUSTER, [build_strategy("ddp", graph, CLUSTER)])
+    assert trial.status == status
+    assert trial.seconds is None
+    assert words in trial.error
+
+
+def test_a_refused_strategy_does_not_cost_the_next(graph):
+    here = runner()
+    stranger = Strategy(
+        variables={"layers.0.weight": VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(7,)),))}
+    )
+    refused, done = here.run(graph, CLUSTER, [stranger, build_strategy("ddp", graph, CLUSTER)])
+    assert refused.status == "refused"
+    assert "rank 7 is outside the cluster" in refused.error
+    assert done.status == "done"
+    assert here.launches == 1
+
+
+def test_a_script_is_tuned_as_it_is(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    here = TrialRunner(LocalRanks(2), str(script), ("3", "1000"), SHORT)
+    graph = here.discover()
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        options = Options(trials=2, guide="replay", candidates=10, per_round=2)
+        result = tune(graph, CLUSTER, lambda s, best: here.run(graph, CLUSTER, s, best), options, store=store)
+        assert [trial.status for trial in store.trials()] == ["done", "done"]
+    assert result.strategy in [trial.strategy for trial in result.trials]
+    assert json.loads(result.strategy.to_json())["graph"] == graph.signature
+    short = TrialRunner(LocalRanks(2), str(script), ("3", "3"), SHORT)
+    (ended,) = short.run(graph, CLUSTER, [result.strategy])
+    assert ended.status == "refused"
+    assert "the script ended after 1 of 4 timed steps" in ended.error
+
+
+def test_trials_run_on_an_emulated_cluster(emulated_cluster, graph):
+    emulation = emulated_cluster(2, "200Mbit/s")
+    here = TrialRunner(emulation, "tuning_targets:build", (), SHORT)
+    cluster = emulation.cluster_spec()
+    (trial,) = here.run(graph, cluster, [build_strategy("overlap", graph, cluster)])
+    assert trial.status == "done", trial.error
+
+
+def test_what_cannot_be_run_is_refused():
+    with pytest.raises(OffbeatError, match=r"nowhere\.py: there is no such script"):
+        TrialRunner(LocalRanks(2), "nowhere.py")
+    with pytest.raises(OffbeatError, match="'train' is neither a script"):
+        TrialRunner(LocalRanks(2), "train")
+    with pytest.raises(OffbeatError, match="ranks: 0 is not at least 1"):
+        LocalRanks(0)
+    with pytest.raises(OffbeatError, match="cannot be run once by itself"):
+        TrialRunner(LocalRanks(1), "tuning_targets:missing", (), SHORT).discover()

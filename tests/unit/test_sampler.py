@@ -1,0 +1,132 @@
+"""The strategy sampler: every draw fits and lowers, and keeps the two constraints."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Layer, Weight, make_graph, random_graphs
+
+from offbeat.cluster import ClusterSpec, Node
+from offbeat.errors import OffbeatError
+from offbeat.plan import lower
+from offbeat.search.auto.sampler import Sampler, Space, balance_loads, merge_adjacent
+from offbeat.strategy import build_strategy
+from offbeat.strategy.model import SERVERS
+
+
+def chain(layers: int = 8, width: int = 256):
+    return make_graph(
+        [Layer((Weight(f"l{i}.weight", (width, width)), Weight(f"l{i}.bias", (width,))), 10**6) for i in range(layers)]
+    )
+
+
+def cluster(bandwidths=("1Gbit/s",) * 4, devices=1) -> ClusterSpec:
+    nodes = tuple(
+        Node(
+            device="cpu", devices=devices, memory=2**30, peak_flops=1e10, bandwidth=each, latency="50us",
+            intra_bandwidth="10Gbit/s", intra_latency="5us",
+        )
+        for each in bandwidths
+    )  # fmt: skip
+    return ClusterSpec(name="test", nodes=nodes)
+
+
+def test_the_seed_decides_everything():
+    first = Sampler(chain(), cluster(), seed=3).sample(20)
+    assert first == Sampler(chain(), cluster(), seed=3).sample(20)
+    assert first != Sampler(chain(), cluster(), seed=4).sample(20)
+    assert len({strategy.digest for strategy in first}) == 20
+
+
+@settings(max_examples=30)
+@given(random_graphs(), st.integers(0, 99), st.sampled_from((1, 2)))
+def test_every_draw_and_every_neighbour_lowers(graph, seed, devices):
+    here = cluster(("1Gbit/s", "2Gbit/s", "1Gbit/s"), devices)
+    if not graph.gradient_order:
+        with pytest.raises(OffbeatError, match="nothing to synchronise"):
+            Sampler(graph, here, seed)
+        return
+    sampler = Sampler(graph, here, seed, Space(small_bytes=16, large_bytes=256, sharded_share=0.2))
+    for strategy in sampler.sample(3):
+        lower(graph, here, strategy)
+        for neighbour in sampler.vary(strategy, 2):
+            assert neighbour.digest != strategy.digest
+            lower(graph, here, neighbour)
+
+
+def test_neighbours_of_builders_lower():
+    graph, here = chain(), cluster(devices=2)
+    for name in ("ddp", "overlap", "partitioned_ps", "hierarchical_ps", "uneven_partitioned_ps", "parallax"):
+        for neighbour in Sampler(graph, here, 0).vary(build_strategy(name, graph, here), 4):
+            lower(graph, here, neighbour)
+
+
+def test_size_thresholds_rule_partitioning():
+    graph = make_graph([Layer((Weight("small", (8, 8)),)), Layer((Weight("large", (4096, 64)),))])
+    for strategy in Sampler(graph, cluster(), 0, Space(small_bytes=1024, large_bytes=2**19)).sample(30):
+        assert strategy.config("small").shard_count == 1
+        assert strategy.config("large").shard_count > 1
+
+
+def test_loads_follow_bandwidths():
+    sizes = [1000] * 300
+    owners = balance_loads(sizes, [1.0, 1.0, 2.0], np.random.default_rng(0))
+    shares = np.bincount(owners) / 300
+    assert shares == pytest.approx([0.25, 0.25, 0.5], abs=0.03)
+    again = balance_loads(sizes, [1.0, 1.0, 2.0], np.random.default_rng(1))
+    assert owners != again, "the draw is random among balanced servers"
+
+
+def test_the_largest_shards_are_spread_first():
+    owners = balance_loads([1, 1, 1, 10**6, 10**6], [1.0, 1.0], np.random.default_rng(5))
+    assert owners[3] != owners[4]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))
+def test_groups_are_adjacent_and_balanced(sizes, count):
+    groups = merge_adjacent(sizes, count)
+    assert groups == sorted(groups)
+    assert max(groups) < count
+    average = sum(sizes) / count
+    for _, members in itertools.groupby(zip(groups, sizes, strict=True), key=lambda pair: pair[0]):
+        held = [size for _, size in members]
+        assert sum(held[:-1]) < average, "a group that is full takes no more"
+
+
+def test_zero_groups_leave_every_shard_alone():
+    assert merge_adjacent([5, 5, 5], 0) == [None, None, None]
+
+
+def test_groups_follow_the_order_of_backward():
+    graph, here = chain(6), cluster()
+    space = Space(collectives_only_share=1.0, small_bytes=2**30, large_bytes=2**30)
+    place = {variable.name: position for position, variable in enumerate(graph.variables)}
+    for strategy in Sampler(graph, here, 0, space).sample(10):
+        numbers = [
+            strategy.config(name).shards[0].group
+            for name in sorted(place, key=place.__getitem__)
+            if strategy.config(name).shards[0].synchronizer == "all_reduce"
+        ]
+        by_layer = [number for number, _ in itertools.groupby(numbers)]
+        assert len(by_layer) == len(set(by_layer)), numbers
+
+
+def test_both_architectures_and_schedules_are_drawn():
+    strategies = Sampler(chain(), cluster(), 0).sample(60)
+    kinds = [{c.shards[0].synchronizer for c in s.variables.values()} for s in strategies]
+    assert {"all_reduce"} in kinds
+    assert {"parameter_server"} in kinds
+    assert {"all_reduce", "parameter_server"} in kinds
+    assert {s.schedule.mode for s in strategies} == {"auto", "barrier"}
+    owners = {shard.owner for s in strategies for c in s.variables.values() for shard in c.shards}
+    assert owners == {None, 0, 1, 2, 3}
+    assert any(shard.synchronizer in SERVERS for s in strategies for c in s.variables.values() for shard in c.shards)
+
+
+def test_a_bad_space_is_refused():
+    with pytest.raises(OffbeatError, match="small_bytes 9 is above large_bytes 3"):
+        Space(small_bytes=9, large_bytes=3)
+    with pytest.raises(OffbeatError, match=r"deferred_share 1\.5 is not a share"):
+        Space(deferred_share=1.5)
