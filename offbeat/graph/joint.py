@@ -50,12 +50,12 @@ def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
     """Forward and backward operators in execution order, and the variables in order of first use."""
     sparse_tables = {id(module.weight) for module in _sparse_embeddings(step.model)}
     try:
-        graph, names = _trace(step)
+        graph, names = trace_joint(step)
     except DataDependentOutputException:
         # Libraries that look at values where they can skip work do not while compiling.
         with patch.object(torch.compiler, "_is_compiling_flag", True):
-            graph, names = _trace(step)
-    walk = _Walk(graph, names)
+            graph, names = trace_joint(step)
+    walk = Walk(graph, names)
     operators = walk.operators()
     variables = _variables(step, walk, operators, sparse_tables)
     return _with_sparse_gradients(operators, variables), variables
@@ -80,7 +80,7 @@ class _Stateless(nn.Module):
             return self.step.loss(tensors)
 
 
-def _trace(step: Step) -> tuple[Graph, dict[str, str]]:
+def trace_joint(step: Step) -> tuple[Graph, dict[str, str]]:
     """The joint graph, and the model's name of each stand-in that is a variable."""
     named = [*step.model.named_parameters(), *step.model.named_buffers()]
     originals = {f"t{index}": tensor for index, (_, tensor) in enumerate(named)}
@@ -164,7 +164,7 @@ class _Storage:
     index: int | None = None
 
 
-class _Walk:
+class Walk:
     """Answers questions about a joint graph."""
 
     def __init__(self, graph: Graph, names: dict[str, str]):
@@ -286,7 +286,7 @@ def _gradients(graph: Graph, names: dict[str, str]) -> Iterator[tuple[str, Node]
 
 
 def _variables(
-    step: Step, walk: _Walk, operators: tuple[Operator, ...], sparse_tables: set[int]
+    step: Step, walk: Walk, operators: tuple[Operator, ...], sparse_tables: set[int]
 ) -> tuple[Variable, ...]:
     position = {operator.name: index for index, operator in enumerate(operators)}
     first_backward = next((op.name for op in operators if op.phase == "backward"), None)

@@ -18,6 +18,7 @@ import clipping
 import encoding
 import features
 import refusals
+import sharding
 import switching
 import torch
 import torch.distributed as dist
@@ -28,7 +29,18 @@ import offbeat
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: function
-    for module in (bridging, checkpoints, training, encoding, features, clipping, refusals, switching, tuning_online)
+    for module in (
+        bridging,
+        checkpoints,
+        training,
+        encoding,
+        features,
+        clipping,
+        refusals,
+        sharding,
+        switching,
+        tuning_online,
+    )
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__ and not name.startswith("_")
 }

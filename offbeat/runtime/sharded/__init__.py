@@ -1,4 +1,4 @@
-"""A strategy that splits operators → the user's model, trained in pieces on all ranks with a single device's numbers."""
+"""A strategy that splits operators → the user's model, in parts on all ranks, with the numbers of a single one."""
 
 from offbeat.runtime.sharded.runtime import ShardedRuntime
 

@@ -1,9 +1,9 @@
 """An operator call → the axes along which it falls apart into independent calls on parts of its tensors.
 
 Each axis names, for every tensor argument and every result, the tensor axis that is split along with it. An argument
-without that axis is given whole to every part; a result without it is a sum over the parts, or the same for all. This is
-all that has to be known to run an operator split in any way: its backward splits in the same way, and the gradient of
-an argument given whole is the sum of what the parts contribute. The rules themselves are in `rules` and `views`.
+without that axis is given whole to every part; a result without it is a sum over the parts, or the same for all. That
+is all one has to know to run an operator split in any way: its backward splits in the same way, and the gradient of an
+argument given whole is the sum of what the parts contribute. The rules themselves are in `rules` and `views`.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,15 +51,13 @@ class Executor:
                 values[node] = batch[source.position] if source.kind == "batch" else source.value
         for node in self.program.nodes:
             if is_getitem(node):
-                values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+                values[node] = values[node.args[0]][node.args[1]]
             else:
                 with torch.no_grad() if self.program.without_grad(node) else nullcontext():
                     values[node] = self._run(self.splitting.splits[node], values)
             for past in self._done_with.get(node, ()):
                 del values[past]
-        results = [
-            self._whole(leaf, values[leaf]) if isinstance(leaf, Node) else leaf for leaf in self.program.results
-        ]
+        results = [self._whole(leaf, values[leaf]) if isinstance(leaf, Node) else leaf for leaf in self.program.results]
         updates = {name: self._whole(node, values[node]).detach() for name, node in self.program.updates}
         return pytree.tree_unflatten(results, self.program.structure), updates
 
@@ -72,9 +70,9 @@ class Executor:
             if split.keep == "before" and have != need:
                 replaced[_identity(part)] = (values[node].detach(), shape, have, need)
             parts.append(part)
-        with self._keeping_before(replaced) if replaced else nullcontext():
-            with self.random if is_random(split.call) else nullcontext():
-                results = run_part(split, parts, self.grid)
+        keeping = self._keeping_before(replaced) if replaced else nullcontext()
+        with keeping, self.random if is_random(split.call) else nullcontext():
+            results = run_part(split, parts, self.grid)
         outputs = [self._bring(split, index, result) for index, result in enumerate(results)]
         return _structured(split.node.meta["val"], finish(split, outputs))
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from offbeat.runtime.sharded.exchange import exchange, plan_exchange
 from offbeat.runtime.sharded.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, prime_factors
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
+_groups: dict[tuple[Any, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class Grid:
@@ -54,12 +56,42 @@ class Grid:
     @torch.no_grad()
     def move(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> Tensor:
         """This rank's part under layout `need`, given its part under layout `have`."""
+        if have != need and SUM in have:
+            local, have = self._sum(local, shape, have, need)
         if have == need:
             return local
-        # Not every backend sends truth values.
-        plain = local.to(torch.uint8) if local.dtype == torch.bool else local
-        moved = self.wrap(plain.contiguous(), shape, have).redistribute(placements=self.placements(need)).to_local()
-        return moved.to(local.dtype)
+        return exchange(local, plan_exchange(tuple(shape), have, need, self.fine, self.rank), self.rank)
+
+    def _sum(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> tuple[Tensor, Layout]:
+        """Completes sums, already in parts where nothing else splits the tensor axis, else whole in one all-reduce."""
+        scattered = tuple(
+            wanted if axis == SUM and wanted not in have and need.count(wanted) == 1 and wanted >= 0 else axis
+            for axis, wanted in zip(have, need, strict=True)
+        )
+        if scattered != have:
+            terms = self.wrap(local.contiguous(), shape, have)
+            local = terms.redistribute(placements=self.placements(scattered)).to_local()
+        summed = tuple(index for index, axis in enumerate(scattered) if axis == SUM)
+        if summed:
+            local = local.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(local, group=self._group(summed))
+        return local, tuple(WHOLE if axis == SUM else axis for axis in scattered)
+
+    def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        """The ranks that differ from this one along these axes only; every rank asks for the same axes in turn."""
+        if len(axes) == len(self.fine):
+            return dist.group.WORLD
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0])
+        key = (dist.group.WORLD, axes)
+        if key not in _groups:
+            members: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(self.world):
+                place = coordinate(rank, self.fine)
+                rest = tuple(index for axis, index in enumerate(place) if axis not in axes)
+                members.setdefault(rest, []).append(rank)
+            _groups[key], _ = dist.new_subgroups_by_enumeration(list(members.values()))
+        return _groups[key]
 
     def shift(
         self, local: Tensor, shape: Sequence[int], layouts: tuple[Layout, Layout], gradients: tuple[Layout, Layout]

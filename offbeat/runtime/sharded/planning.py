@@ -189,7 +189,7 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
     split_by: list[Axis | None] = []
     for index, parts in enumerate(fine):
         allowed = [None, *(option for option in options if _divides(option, split_by, fine[:index], parts))]
-        split_by.append(min(allowed, key=lambda option: _mismatch(option, call, wanted, current, index)))  # noqa: B023
+        split_by.append(min(allowed, key=lambda option: _mismatch(option, call, wanted, current, index)))
     chosen = tuple(split_by)
     results = tuple(
         tuple(WHOLE if axis is None else axis.outputs[position] for axis in chosen)

@@ -1,8 +1,8 @@
 """A model, its optimizer and a strategy that splits operators → the same two objects, training in pieces on all ranks.
 
-Every rank is given the same batch, the whole one, and gets the whole output: the user's loop is that of a single device,
-and so are its numbers. Each rank works on the parts that the strategy gives it; data loading by data parallelism is the
-strategy that splits the first operator along its samples.
+Every rank is given the same batch, the whole one, and gets the whole output: the user's loop is that of a single
+device, and so are its numbers. Each rank works on the parts that the strategy gives it; where the first operator is
+split along its samples, a rank takes its own samples from the batch.
 
 Variables become DTensors, one part per rank, so gradients, clipping and elementwise optimizers work on parts. Forward
 is traced for every new kind of input and replayed in pieces. `state_dict()` of model and optimizer are those of a
@@ -10,6 +10,7 @@ single device; they are gathered, so every rank must ask for them.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,25 +58,29 @@ class ShardedRuntime:
         self.forward = model.forward
         self.random = SharedRandom(self.grid.device)
         self.layouts: dict[str, Any] | None = None
+        self._programs: dict[Any, Program] = {}
         self._executors: dict[Any, Executor] = {}
         _check_supported(strategy)
         _check_ranks_agree(strategy)
         if example_inputs is not None:
             step = make_step(model, example_inputs, loss_fn)
             self.prepare(step.args, step.kwargs)
-        model._offbeat = self  # type: ignore[assignment]
-        model.forward = self.run  # type: ignore[method-assign]
-        model.register_state_dict_post_hook(_gather_model)
+        model._offbeat = self
+        model.forward = self.run
+        # Torch marks the hook it is given, which a bound method does not allow.
+        model.register_state_dict_post_hook(partial(self._gather_model))
         model.register_load_state_dict_pre_hook(self._scatter_model)
-        optimizer.register_state_dict_post_hook(_gather_optimizer)
+        optimizer.register_state_dict_post_hook(self._gather_optimizer)
         optimizer.register_load_state_dict_pre_hook(self._scatter_optimizer)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Spreads the weights as the operators that read them want them."""
-        drawn_later = any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
-        if drawn_later:
+        if any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
+            # Traced again once the weights are on their device, which may have operators of its own.
             args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        program = trace_forward(self.model, self.forward, args, kwargs)
+            program = trace_forward(self.model, self.forward, args, kwargs)
+        else:
+            program = self._program(args, kwargs)
         _check_operators(self.strategy, program)
         ranks = {name: parameter.dim() for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         layouts = variable_layouts(program.operators, self.strategy, self.grid.fine, ranks)
@@ -95,29 +100,52 @@ class ShardedRuntime:
         if self.layouts is None:
             self.prepare(args, kwargs)
         batch = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        state: dict[str, Tensor] = dict(self.model.named_buffers())
+        executor = self._executor(args, kwargs)
+        buffers = dict(self.model.named_buffers())
+        # Backward may still read what is changed here.
+        changed = {name for name, _ in executor.program.updates}
+        state = {name: buffer.clone() if name in changed else buffer for name, buffer in buffers.items()}
         for name, parameter in self.model.named_parameters():
             state[name] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        executor = self._executor(args, kwargs)
         with torch.autocast(self.grid.device.type, enabled=False):
             output, updates = executor.run(state, batch)
         with torch.no_grad():
             for name, value in updates.items():
-                state[name].copy_(value)
+                buffers[name].copy_(value)
         return output
 
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        key = self._kind(args, kwargs)
+        if key not in self._programs:
+            self._programs[key] = trace_forward(self.model, self.forward, args, kwargs)
+        return self._programs[key]
+
     def _executor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
-        assert self.layouts is not None
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        modes = tuple(module.training for module in self.model.modules())
-        autocast = torch.is_autocast_enabled(self.grid.device.type)
-        key = (structure, kinds, modes, autocast)
+        key = self._kind(args, kwargs)
         if key not in self._executors:
-            program = trace_forward(self.model, self.forward, args, kwargs)
+            assert self.layouts is not None
+            program = self._program(args, kwargs)
             splitting = plan_splits(program, self.strategy, self.grid.fine, self.layouts, strict=False)
             self._executors[key] = Executor(program, splitting, self.grid, self.random)
         return self._executors[key]
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Equal for calls that run the same program."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        modes = tuple(module.training for module in self.model.modules())
+        return structure, kinds, modes, torch.is_autocast_enabled(self.grid.device.type)
+
+    def _gather_model(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[name] = whole_of(state[name], self.grid)
+
+    def _gather_optimizer(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            index: {key: whole_of(value, self.grid) for key, value in held.items()}
+            for index, held in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     def _scatter_model(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Keeps this rank's part of each variable in a state dict that is being loaded."""
@@ -141,20 +169,6 @@ class ShardedRuntime:
         return {**state_dict, "state": state}
 
 
-def _gather_model(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, value in state.items():
-        if name.startswith(prefix) and isinstance(value, DTensor):
-            state[name] = whole_of(value.detach())
-
-
-def _gather_optimizer(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        index: {key: whole_of(value) if isinstance(value, Tensor) else value for key, value in held.items()}
-        for index, held in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
 def _check_supported(strategy: Strategy) -> None:
     """What a strategy may ask for besides splitting operators; the rest would be left out silently."""
     if strategy.variables:
@@ -164,7 +178,9 @@ def _check_supported(strategy: Strategy) -> None:
         )
     for name in ("recompute", "fusion"):
         if getattr(strategy, name):
-            raise StrategyError(f"{name}: a strategy that splits operators cannot have it, got {getattr(strategy, name)}")
+            raise StrategyError(
+                f"{name}: a strategy that splits operators cannot have it, got {list(getattr(strategy, name))}"
+            )
     if strategy.accumulation > 1:
         raise StrategyError(
             f"accumulation: a strategy that splits operators cannot have it, got {strategy.accumulation}"

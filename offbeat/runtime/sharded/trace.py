@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from offbeat.errors import CaptureError
 from offbeat.graph import Operator
-from offbeat.graph.joint import _trace, _Walk
+from offbeat.graph.joint import Walk, trace_joint
 from offbeat.graph.step import Step
 
 _NO_GRAD_KEY = "offbeat_no_grad"
@@ -44,7 +44,7 @@ class Program:
     """Calls in order, with no one among them that nothing reads."""
     sources: dict[Node, Source]
     operators: dict[str, Operator]
-    """By name, as a ModelGraph has them; forward only."""
+    """By name, as a ModelGraph has them."""
     reads: dict[Node, str]
     """For each value a call may read, the operator or variable it comes from, as `Operator.inputs` names it."""
     results: tuple[Node | Any, ...]
@@ -96,7 +96,7 @@ def trace_forward(
     """The program of `forward(*args, **kwargs)`, which is the model's own forward; nothing is computed."""
     step = _Forward(model, args, kwargs, (), None, call=forward)
     try:
-        graph, names = _trace(step)
+        graph, names = trace_joint(step)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise CaptureError(
@@ -107,7 +107,7 @@ def trace_forward(
 
 
 def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[str, Any]) -> Program:
-    walk = _Walk(graph, names)
+    walk = Walk(graph, names)
     tensors, updates = _outputs(graph, model)
     wanted: dict[Node, None] = {}
     _mark(tensors + [node for _, node in updates], wanted)
@@ -124,7 +124,8 @@ def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[s
     results = tuple(
         next(leaves) if is_tensor else value for is_tensor, value in zip(seen["tensor"], seen["leaves"], strict=True)
     )
-    operators = {op.name: op for op in walk.operators() if op.phase == "forward"}
+    running = {node.name for node in nodes}
+    operators = {op.name: op for op in walk.operators() if op.name in running}
     return Program(nodes, sources, operators, reads, results, seen["structure"], tuple(updates))
 
 
@@ -180,6 +181,6 @@ def _sources(graph: Graph, model: nn.Module, wanted: dict[Node, None]) -> dict[N
 def _constant(value: Any) -> Tensor:
     if isinstance(value, FakeTensor):
         value = value.constant
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.requires_grad:
         raise CaptureError("the model's forward reads a tensor that is no parameter, buffer or argument of it")
     return value

@@ -5,6 +5,7 @@ the meta device are drawn on rank 0 module by module, by the module's own `reset
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +24,38 @@ def shard_weights(model: nn.Module, optimizer: Optimizer, layouts: Mapping[str, 
     Buffers and frozen parameters stay plain tensors; every rank gets rank 0's.
     """
     _check_drawable(model)
-    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-    sharded: dict[int, nn.Parameter] = {}
-    for module in list(model.modules()):
+    done: dict[str, nn.Parameter] = {}
+    for module, names in _owners(model):
         drawn = _drawn(module, grid) if grid.rank == 0 else {}
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in sharded:
-                layout = layouts.get(first_name[id(parameter)], grid.whole)
+        for key, name in names.items():
+            if name not in done:
+                parameter = module._parameters[key]
+                assert parameter is not None
+                layout = layouts.get(name, grid.whole) if parameter.requires_grad else grid.whole
                 value = drawn.get(key, parameter.detach()) if grid.rank == 0 else None
-                local = spread(value, parameter, layout if parameter.requires_grad else grid.whole, grid)
-                if parameter.requires_grad:
-                    sharded[id(parameter)] = nn.Parameter(grid.wrap(local, parameter.shape, layout))
-                    _hand_over(optimizer, parameter, sharded[id(parameter)], layout, grid)
-                else:
-                    sharded[id(parameter)] = nn.Parameter(local, requires_grad=False)
-                # The old one must outlive the loop, or another could get its id.
-                sharded[id(parameter)]._offbeat_replaces = parameter.to("meta")  # type: ignore[attr-defined]
-            module._parameters[key] = sharded[id(parameter)]
+                done[name] = _sharded(parameter, spread(value, parameter, layout, grid), layout, grid)
+                _hand_over(optimizer, parameter, done[name], layout, grid)
+            # Not into `_parameters`: RNN layers keep a second list of their weights.
+            setattr(module, key, done[name])
         for key, buffer in list(module._buffers.items()):
             if buffer is not None:
                 value = drawn.get(key, buffer) if grid.rank == 0 else None
                 module._buffers[key] = spread(value, buffer, grid.whole, grid)
+
+
+def _owners(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
+    """Each module with its own parameters' keys and the names by which the model first knows them."""
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (module, {key: first_name[id(held)] for key, held in module._parameters.items() if held is not None})
+        for module in model.modules()
+    ]
+
+
+def _sharded(parameter: nn.Parameter, local: Tensor, layout: Layout, grid: Grid) -> nn.Parameter:
+    if not parameter.requires_grad:
+        return nn.Parameter(local, requires_grad=False)
+    return nn.Parameter(grid.wrap(local, parameter.shape, layout))
 
 
 def spread(value: Tensor | None, like: Tensor, layout: Layout, grid: Grid) -> Tensor:
@@ -74,9 +84,11 @@ def part_of(value: Tensor, layout: Layout, grid: Grid) -> Tensor:
     return value[grid.box(value.shape, layout).slices].to(grid.device).clone(memory_format=torch.contiguous_format)
 
 
-def whole_of(value: Tensor) -> Tensor:
-    """The plain tensor that a DTensor's parts make; every rank must ask for it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def whole_of(value: Any, grid: Grid) -> Any:
+    """The plain tensor that a DTensor's parts make, or the value itself; every rank must ask for it."""
+    if not isinstance(value, DTensor):
+        return value
+    return grid.move(value.detach().to_local(), value.shape, layout_of_tensor(value), grid.whole)
 
 
 def layout_of_tensor(value: DTensor) -> Layout:
@@ -100,7 +112,7 @@ def _reset(module: nn.Module) -> object | None:
 
 def _drawn(module: nn.Module, grid: Grid) -> dict[str, Tensor]:
     """New values of a module's own tensors that are on the meta device; the module is left as it is."""
-    tensors: Sequence[dict[str, Tensor | None]] = (module._parameters, module._buffers)  # type: ignore[assignment]
+    tensors: Sequence[dict[str, Any]] = (module._parameters, module._buffers)
     before = [dict(held) for held in tensors]
     lacking = {key for held in before for key, tensor in held.items() if tensor is not None and tensor.is_meta}
     if not lacking:
@@ -115,7 +127,7 @@ def _drawn(module: nn.Module, grid: Grid) -> dict[str, Tensor]:
         reset = _reset(module)
         assert callable(reset)
         reset()
-        return {key: held[key].detach() for held in tensors for key in held if key in lacking}  # type: ignore[union-attr]
+        return {key: held[key].detach() for held in tensors for key in held if key in lacking}
     finally:
         for held, saved in zip(tensors, before, strict=True):
             held.update(saved)

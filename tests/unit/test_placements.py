@@ -1,0 +1,287 @@
+"""Meshes and tensor maps become layouts, parts tile their tensors, and calls are split as their configuration says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import offbeat
+from offbeat.errors import StrategyError
+from offbeat.runtime.sharded.axes import Axis, Call
+from offbeat.runtime.sharded.exchange import plan_exchange
+from offbeat.runtime.sharded.layout import (
+    SUM,
+    WHOLE,
+    box_of,
+    coordinate,
+    fine_axes,
+    layout_of,
+    prime_factors,
+    shortest_part,
+)
+from offbeat.runtime.sharded.planning import plan_splits, variable_layouts
+from offbeat.runtime.sharded.rules import axes_of
+from offbeat.runtime.sharded.trace import trace_forward
+from offbeat.runtime.sharded.views import leading_pairs
+from offbeat.strategy import OperatorConfig, Strategy
+
+aten = torch.ops.aten
+
+
+def test_meshes_are_made_of_the_finest_one():
+    assert prime_factors(1) == (1,)
+    assert prime_factors(12) == (2, 2, 3)
+    assert fine_axes((4,), (2, 2)) == ((0, 1),)
+    assert fine_axes((2, 2), (2, 2)) == ((0,), (1,))
+    assert fine_axes((1, 4), (2, 2)) == ((), (0, 1))
+    assert fine_axes((2, 4), (2, 2, 2)) == ((0,), (1, 2))
+    assert fine_axes((3, 4), (2, 2, 3)) == ((2,), (0, 1))
+    with pytest.raises(StrategyError, match=r"mesh \[2, 4\] has 8 devices, the job has 4 ranks"):
+        fine_axes((2, 4), (2, 2))
+
+
+def test_tensor_maps_become_layouts():
+    assert layout_of((-1, 0), (4,), (2, 2)) == (1, 1)
+    assert layout_of((1, 0), (2, 2), (2, 2)) == (1, 0)
+    assert layout_of((0, -1), (2, 2), (2, 2)) == (0, WHOLE)
+    assert layout_of((), (4,), (2, 2)) == (WHOLE, WHOLE)
+
+
+def test_one_axis_over_a_mesh_of_four_is_four_parts_in_rank_order():
+    boxes = [box_of((8, 3), (0, 0), (2, 2), rank) for rank in range(4)]
+    assert [box.starts for box in boxes] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert {box.sizes for box in boxes} == {(2, 3)}
+
+
+@given(
+    st.sampled_from([(2,), (2, 2), (3,), (2, 3), (2, 2, 2)]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.data(),
+)
+def test_parts_tile_the_tensor(fine: tuple[int, ...], shape: list[int], data: st.DataObject):
+    layout = tuple(data.draw(st.integers(WHOLE, len(shape) - 1)) for _ in fine)
+    copies = math.prod(size for size, axis in zip(fine, layout, strict=True) if axis == WHOLE)
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(math.prod(fine)):
+        covered[box_of(shape, layout, fine, rank).slices] += 1
+    assert torch.all(covered == copies)
+    for axis, length in enumerate(shape):
+        cuts = [size for size, split in zip(fine, layout, strict=True) if split == axis]
+        sizes = [box_of(shape, layout, fine, rank).sizes[axis] for rank in range(math.prod(fine))]
+        assert shortest_part(length, cuts) == min(sizes)
+
+
+@given(
+    st.sampled_from([(2,), (2, 2), (3,), (2, 3)]),
+    st.lists(st.integers(1, 7), min_size=0, max_size=3),
+    st.data(),
+)
+def test_an_exchange_gives_every_rank_its_new_part_once(fine: tuple[int, ...], shape: list[int], data: st.DataObject):
+    have, need = (tuple(data.draw(st.integers(WHOLE, len(shape) - 1)) for _ in fine) for _ in range(2))
+    world = range(math.prod(fine))
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    plans = [plan_exchange(tuple(shape), have, need, fine, rank) for rank in world]
+    before = [whole[box_of(shape, have, fine, rank).slices] for rank in world]
+    for rank, plan in enumerate(plans):
+        expected = whole[box_of(shape, need, fine, rank).slices]
+        if plan.local:
+            assert plan.sends[rank] is None or torch.equal(before[rank][plan.sends[rank]], expected)
+        part, filled = torch.zeros(plan.sizes, dtype=torch.int64), torch.zeros(plan.sizes, dtype=torch.int64)
+        for other, region in enumerate(plan.receives):
+            sent = plans[other].sends[rank]
+            assert (region is None) == (sent is None)
+            if region is not None and sent is not None:
+                part[region] = before[other][sent]
+                filled[region] += 1
+        assert torch.equal(part, expected)
+        assert torch.all(filled == 1)
+    assert len({plan.local for plan in plans}) == 1
+
+
+@given(st.sampled_from([(2,), (2, 2), (2, 3), (2, 2, 3)]))
+def test_ranks_are_in_row_major_order(fine: tuple[int, ...]):
+    places = [coordinate(rank, fine) for rank in range(math.prod(fine))]
+    assert places == sorted(places)
+    assert len(set(places)) == len(places)
+
+
+def test_views_keep_the_leading_axis_of_merged_ones():
+    assert leading_pairs((4, 5, 6), (20, 6)) == [(0, 0), (2, 1)]
+    assert leading_pairs((20, 6), (4, 5, 2, 3)) == [(0, 0), (1, 2)]
+    assert leading_pairs((1, 7, 1), (7,)) == [(1, 0)]
+    assert leading_pairs((6, 4), (4, 6)) == [(0, 0)]
+
+
+def call(target, *args, **kwargs) -> Call:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    results = target(*args, **kwargs)
+    outputs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    return Call(target, args, kwargs, tuple(tensors), outputs)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+CALLS = {
+    "mm": lambda: call(aten.mm.default, ones(4, 6), ones(6, 8)),
+    "addmm": lambda: call(aten.addmm.default, ones(8), ones(4, 6), ones(6, 8)),
+    "bmm": lambda: call(aten.bmm.default, ones(2, 4, 6), ones(2, 6, 8)),
+    "mv": lambda: call(aten.mv.default, ones(4, 6), ones(6)),
+    "add": lambda: call(aten.add.Tensor, ones(4, 6), ones(4, 1)),
+    "where": lambda: call(aten.where.self, ones(4, 6) > 0, ones(6), ones(4, 6)),
+    "sum": lambda: call(aten.sum.dim_IntList, ones(4, 6, 2), [1]),
+    "sum all": lambda: call(aten.sum.default, ones(4, 6)),
+    "mean": lambda: call(aten.mean.dim, ones(4, 6, 2), [-1], True),
+    "softmax": lambda: call(aten._softmax.default, ones(4, 6), 1, False),
+    "max": lambda: call(aten.max.dim, ones(4, 6), 0),
+    "convolution": lambda: call(
+        aten.convolution.default, ones(4, 6, 5, 5), ones(8, 6, 3, 3), ones(8), [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    ),
+    "permute": lambda: call(aten.permute.default, ones(2, 4, 6), [2, 0, 1]),
+    "transpose": lambda: call(aten.transpose.int, ones(2, 4, 6), -1, 0),
+    "select": lambda: call(aten.select.int, ones(4, 2, 6), 1, 0),
+    "split": lambda: call(aten.split.Tensor, ones(4, 6), 3, 1),
+    "cat": lambda: call(aten.cat.default, [ones(4, 6), ones(4, 2)], 1),
+    "stack": lambda: call(aten.stack.default, [ones(4, 6), ones(4, 6)], 1),
+    "gather": lambda: call(aten.gather.default, ones(4, 6), 1, ones(4, 2).long()),
+    "pool": lambda: call(aten.max_pool2d_with_indices.default, ones(4, 6, 8, 8), [2, 2]),
+    "layer_norm": lambda: call(aten.native_layer_norm.default, ones(4, 6, 8), [8], ones(8), ones(8), 1e-5),
+    "batch_norm": lambda: call(
+        aten._native_batch_norm_legit_functional.default, ones(4, 6), *[ones(6)] * 4, True, 0.1, 1e-5
+    ),
+    "pad": lambda: call(aten.constant_pad_nd.default, ones(4, 6, 8), [1, 1]),
+}
+
+
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_floating_point:
+        return torch.randn(tensor.shape, dtype=torch.float64)
+    return torch.randint(2, tensor.shape).to(tensor.dtype)
+
+
+def halves(tensor: torch.Tensor, axis: int, index: int) -> torch.Tensor:
+    """The index-th part; an argument to be added once is zero for all but the first."""
+    if axis >= 0:
+        return tensor.chunk(2, axis)[index]
+    return tensor * 0 if axis < SUM and index else tensor
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_the_sum_or_the_row_of_its_parts(name: str):
+    torch.manual_seed(0)
+    drawn = CALLS[name]()
+    axes = axes_of(drawn)
+    assert axes
+    inputs = [random_like(tensor) for tensor in drawn.inputs]
+
+    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if isinstance(drawn.args[0], list):
+            results = drawn.target(tensors, *drawn.args[1:])
+        else:
+            left = iter(tensors)
+            args = [next(left) if isinstance(arg, torch.Tensor) else arg for arg in drawn.args]
+            results = drawn.target(*args)
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    whole = run(inputs)
+    for axis in axes:
+        parts = [run([halves(t, a, i) for t, a in zip(inputs, axis.inputs, strict=True)]) for i in range(2)]
+        for position, expected in enumerate(whole):
+            first, second = parts[0][position], parts[1][position]
+            along = axis.outputs[position]
+            if along == WHOLE:
+                continue
+            together = first + second if along == SUM else torch.cat([first, second], along)
+            assert torch.allclose(together, expected, rtol=0, atol=1e-12), (axis, position)
+
+
+def test_an_operator_without_a_rule_and_one_that_draws_have_no_axes():
+    assert axes_of(call(aten.linalg_qr.default, ones(4, 4))) == ()
+    assert axes_of(call(aten.native_dropout.default, ones(4, 4), 0.5, True)) == ()
+
+
+def test_samples_of_a_training_batch_norm_stay_together():
+    assert axes_of(CALLS["batch_norm"]()) == (Axis((1, 0, 0, 0, 0), (1, 0, 0, 0, 0), 6),)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+@pytest.fixture(scope="module")
+def program():
+    model = Two()
+    return trace_forward(model, model.forward, (ones(4, 6),), {})
+
+
+def test_the_program_has_the_operators_of_capture(program):
+    graph = offbeat.capture(Two(), (ones(4, 6),))
+    captured = {op.name: (op.target, op.inputs, op.variables) for op in graph.phase("forward")}
+    assert {op.name: (op.target, op.inputs, op.variables) for op in program.operators.values()} == captured
+
+
+def test_operators_are_split_as_configured(program):
+    """The first layer by columns over two ranks and by samples over two, the second by rows."""
+    operators = {
+        "addmm": OperatorConfig(mesh=(2, 2), inputs=((-1, 1), (1,), (1, -1)), outputs=((0, 1),)),
+        "addmm_1": OperatorConfig(mesh=(4,), inputs=((-1, 0), (0, -1), (-1,), (-1, 0)), outputs=((-1, -1),)),
+    }
+    assert program.operators["addmm"].inputs + program.operators["addmm"].variables == (
+        "t",
+        "first.bias",
+        "first.weight",
+    )
+    strategy = Strategy(operators=operators)
+    ranks = {"first.weight": 2, "first.bias": 1, "second.weight": 2, "second.bias": 1}
+    stored = variable_layouts(program.operators, strategy, (2, 2), ranks)
+    assert stored == {
+        "first.weight": (WHOLE, 0),
+        "first.bias": (WHOLE, 0),
+        "second.weight": (1, 1),
+        "second.bias": (WHOLE, WHOLE),
+    }
+    splitting = plan_splits(program, strategy, (2, 2), stored, strict=True)
+    first, second = (split for split in splitting.splits.values() if split.call.name == "addmm")
+    # The batch has no map of its own: it follows the samples of the result.
+    assert first.inputs == ((WHOLE, 0), (0, WHOLE), (WHOLE, 1))
+    assert first.gradients == ((SUM, 0), (0, SUM), (SUM, 1))
+    assert first.results == first.outputs == ((0, 1),)
+    assert second.inputs == ((WHOLE, WHOLE), (1, 1), (0, 0))
+    assert second.results == ((SUM, SUM),)
+    assert second.outputs == ((WHOLE, WHOLE),)
+    assert [second.adds(0, coordinate(rank, (2, 2))) for rank in range(4)] == [True, False, False, False]
+
+
+def test_an_operator_without_configuration_follows_its_arguments(program):
+    operators = {"addmm": OperatorConfig(mesh=(2,), outputs=((0, -1),))}
+    splitting = plan_splits(program, Strategy(operators=operators), (2,), {}, strict=True)
+    outputs = {split.node.name: split.outputs[0] for split in splitting.splits.values()}
+    assert outputs["relu"] == outputs["addmm_1"] == (0,)
+    assert outputs["t"] == (WHOLE,)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (OperatorConfig(mesh=(3,), outputs=((0, -1),)), r"operator 'addmm': mesh \[3\] has 3 devices, the job has 2"),
+        (OperatorConfig(mesh=(2,), outputs=((0,),)), r"operator 'addmm': the map \[0\] of 'result 0' has 1 axes"),
+        (OperatorConfig(mesh=(2,), inputs=((0, -1),)), "operator 'addmm': 1 input maps are given, it reads"),
+        (OperatorConfig(mesh=(2,), outputs=((0, -1), (0,))), "operator 'addmm': 2 output maps are given, it has 1"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(program, config: OperatorConfig, sentence: str):
+    with pytest.raises(StrategyError, match=sentence):
+        plan_splits(program, Strategy(operators={"addmm": config}), (2,), {}, strict=True)
+    # An evaluation pass may have another operator of that name.
+    assert plan_splits(program, Strategy(operators={"addmm": config}), (2,), {}, strict=False)
