@@ -50,11 +50,11 @@ def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
     """Forward and backward operators in execution order, and the variables in order of first use."""
     sparse_tables = {id(module.weight) for module in _sparse_embeddings(step.model)}
     try:
-        graph, names = trace_joint(step)
+        graph, names = joint_graph(step)
     except DataDependentOutputException:
         # Libraries that look at values where they can skip work do not while compiling.
         with patch.object(torch.compiler, "_is_compiling_flag", True):
-            graph, names = trace_joint(step)
+            graph, names = joint_graph(step)
     walk = Walk(graph, names)
     operators = walk.operators()
     variables = _variables(step, walk, operators, sparse_tables)
@@ -80,7 +80,7 @@ class _Stateless(nn.Module):
             return self.step.loss(tensors)
 
 
-def trace_joint(step: Step) -> tuple[Graph, dict[str, str]]:
+def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
     """The joint graph, and the model's name of each stand-in that is a variable."""
     named = [*step.model.named_parameters(), *step.model.named_buffers()]
     originals = {f"t{index}": tensor for index, (_, tensor) in enumerate(named)}

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from offbeat.errors import CaptureError
 from offbeat.graph import Operator
-from offbeat.graph.joint import Walk, trace_joint
+from offbeat.graph.joint import Walk, joint_graph
 from offbeat.graph.step import Step
 
 _NO_GRAD_KEY = "offbeat_no_grad"
@@ -96,7 +96,7 @@ def trace_forward(
     """The program of `forward(*args, **kwargs)`, which is the model's own forward; nothing is computed."""
     step = _Forward(model, args, kwargs, (), None, call=forward)
     try:
-        graph, names = trace_joint(step)
+        graph, names = joint_graph(step)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise CaptureError(
