@@ -60,7 +60,7 @@ def run_case(hosts: int, model: str, regime: str, quick: bool) -> dict:
     from offbeat.emulate import Emulation
 
     paced = hosts > 2
-    blocks, steps = (3, 6) if quick else (7, 10)
+    blocks, steps = (3, 6) if quick else (5, 8)
     buckets = (0.5, 2, 8) if quick else DDP_BUCKETS_MIB
     case = {
         "hosts": hosts,
@@ -182,7 +182,7 @@ def work(case: dict) -> None:
 
     blocks: dict[str, list[float]] = {name: [] for name in variants}
     for name, (step, finish) in variants.items():
-        timed(step, 12 if name == "offbeat" else 3)
+        timed(step, 32 if name == "offbeat" else 3)
         if finish:
             finish()
     for block in range(case["blocks"]):
@@ -207,8 +207,8 @@ def try_out(step) -> float:
     import torch
     import torch.distributed as dist
 
-    timed(step, 3)
-    seconds = torch.tensor([statistics.median(timed(step, 7))])
+    timed(step, 2)
+    seconds = torch.tensor([statistics.median(timed(step, 5))])
     dist.all_reduce(seconds)
     return float(seconds) / dist.get_world_size()
 
