@@ -8,7 +8,9 @@ measured time, further steps with it the profile. Then
   cross     the profile of one run (the slow link, Offbeat's `overlap`) predicts all the others;
   daydream  as `cross`, but every tensor takes its size over the bandwidth and nothing else;
   unaligned as `same`, from traces whose clocks were set apart by up to 50 ms and not aligned again.
-With two hosts compute is real, with four it is paced, as in `step_time.py`. Errors are |predicted / measured - 1|.
+Compute is paced: it takes the time without taking the processor, as an accelerator's does. With `--real` it is real, on
+two hosts; on a machine of two cores it then shares them with the network's work, which replay does not model. Errors
+are |predicted / measured - 1|.
 """
 
 import argparse
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="keep the traces in this folder; runs that are there already are taken"
     )
+    parser.add_argument("--real", action="store_true", help="real compute, on two hosts")
     parser.add_argument("--run-only", action="store_true", help="run and record, predict nothing (with --keep)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -48,9 +51,9 @@ def main() -> None:
     speeds = tuple(options.speed or NETWORK_OVER_COMPUTE)
     rows = []
     try:
-        for hosts in options.hosts or (2, 4):
+        for hosts in (2,) if options.real else options.hosts or (2, 4):
             for model in options.model or ("vgg", "resnet", "transformer"):
-                rows += evaluate(folder, hosts, model, speeds, options.run_only)
+                rows += evaluate(folder, hosts, model, speeds, paced=not options.real, run_only=options.run_only)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,18 +65,20 @@ def main() -> None:
         print(json.dumps(result, indent=1))
 
 
-def evaluate(folder: Path, hosts: int, model: str, speeds: tuple[str, ...], run_only: bool) -> list[dict]:
+def evaluate(
+    folder: Path, hosts: int, model: str, speeds: tuple[str, ...], *, paced: bool, run_only: bool
+) -> list[dict]:
     """Runs everything for one model on so many hosts and predicts it."""
-    paced = hosts > 2
     compute = 0.0
     rows = []
     for speed in speeds:
-        done = folder / f"{model}-{hosts}-{speed}.json"
+        name = f"{model}-{hosts}{'' if paced else 'real'}-{speed}"
+        done = folder / f"{name}.json"
         if not done.exists():
             compute = compute or (PACED_STEP_SECONDS if paced else local_compute_seconds(model))
             bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
             done.parent.mkdir(parents=True, exist_ok=True)
-            done.write_text(json.dumps(run(folder, hosts, model, speed, bandwidth, paced)))
+            done.write_text(json.dumps(run(folder, name, hosts, model, speed, bandwidth, paced)))
         rows += json.loads(done.read_text())
     if run_only:
         return rows
@@ -89,10 +94,10 @@ def evaluate(folder: Path, hosts: int, model: str, speeds: tuple[str, ...], run_
     return rows
 
 
-def run(folder: Path, hosts: int, model: str, speed: str, bandwidth: float, paced: bool) -> list[dict]:
+def run(folder: Path, name: str, hosts: int, model: str, speed: str, bandwidth: float, paced: bool) -> list[dict]:
     from offbeat.emulate import Emulation
 
-    case = {"model": model, "paced": paced, "folder": str(folder / f"{model}-{hosts}-{speed}")}
+    case = {"model": model, "paced": paced, "folder": str(folder / name)}
     with Emulation(hosts, bandwidth=bandwidth) as cluster:
         results = cluster.run(
             [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],
@@ -107,7 +112,8 @@ def run(folder: Path, hosts: int, model: str, speed: str, bandwidth: float, pace
             "speed": speed,
             "bandwidth": bandwidth,
             "strategy": strategy,
-            "trace": f"{model}-{hosts}-{speed}/{strategy.replace(' ', '-')}",
+            "paced": paced,
+            "trace": f"{name}/{strategy.replace(' ', '-')}",
             **measured[strategy],
         }
         for strategy in STRATEGIES

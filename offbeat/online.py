@@ -34,14 +34,17 @@ from offbeat.strategy import Strategy
 
 log = logging.getLogger("offbeat")
 
-WARM_UP_STEPS = 9
-"""The engine rebuilds its order after steps 4 and 8."""
-RECORDED_STEPS = 6
-SETTLING_STEPS = 2
-TIMED_STEPS = 5
-MOST_TRIALS = 2
+WARM_UP_STEPS = 6
+"""The engine rebuilds its order after step 4."""
+RECORDED_STEPS = 5
+SETTLING_STEPS = 1
+TIMED_STEPS = 4
+MOST_TRIALS = 3
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
+CLOSE = 0.25
+"""A plan of another kind is tried too if its prediction is within this share of the present plan's real steps: replay
+knows nothing of processors that compute and communication share."""
 WATCHED_STEPS = 25
 DRIFT = 0.2
 """Share by which steps must have changed before the search starts over."""
@@ -102,7 +105,7 @@ class Tuner:
             chosen = self._agree(self._choose(traces, usual, tried) if self.rank == 0 else None)
             if chosen is None:
                 return
-            tried.append(chosen["digest"])
+            tried.append(chosen["kind"])
             before = self.runtime.plan.strategy
             graph = self.graph
             self.graph = ModelGraph.from_json(chosen["graph"])
@@ -197,14 +200,13 @@ class Tuner:
             log.warning("offbeat keeps its plan, because the recorded steps cannot be replayed: %s", error)
             return None
         present = next(candidate for candidate in found if candidate.name == "present")
-        better = [c for c in found if c.strategy.digest not in tried and c is not present]
-        best = min(better, key=lambda candidate: candidate.seconds, default=present)
-        log.info("offbeat predicts %s", _describe(present, best, usual))
-        if best.seconds > present.seconds * (1 - WORTH_TRYING):
+        best = _worth_trying(found, present, usual, tried)
+        if best is None:
             return None
+        log.info("offbeat predicts %s", _describe(present, best, usual))
         return {
             "name": best.name,
-            "digest": best.strategy.digest,
+            "kind": best.kind,
             "strategy": best.strategy.to_json(),
             "graph": profile.graph.to_json().decode(),
         }
@@ -219,6 +221,18 @@ class Tuner:
         costs = Costs(collectives={("all_reduce", self.world): fit})
         profile = make_profile(traces, costs, self.runtime.plan.strategy)
         return replace(profile, graph=with_variables_of(profile.graph, self.graph))
+
+
+def _worth_trying(found: list[Candidate], present: Candidate, usual: float, tried: list[str]) -> Candidate | None:
+    """The quickest candidate of a kind that has not been tried, if it may be quicker than the present plan."""
+    for candidate in found:
+        if candidate is present or candidate.kind in tried:
+            continue
+        promising = candidate.seconds < present.seconds * (1 - WORTH_TRYING)
+        if promising or (candidate.kind != present.kind and candidate.seconds < usual * (1 + CLOSE)):
+            return candidate
+        tried = [*tried, candidate.kind]
+    return None
 
 
 def _describe(present: Candidate, best: Candidate, usual: float) -> str:

@@ -13,6 +13,7 @@ from offbeat.simulate.predict import simulate
 from offbeat.strategy import Strategy, build_strategy
 
 OVERLAP_BUCKETS = tuple(2**power for power in range(17, 24))
+FEW_MESSAGES = 8
 SEARCH_SECONDS = 2.0
 SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
 """What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
@@ -28,6 +29,14 @@ class Candidate:
     name: str
     strategy: Strategy
     seconds: float
+
+    @property
+    def kind(self) -> str:
+        """What sets it apart on real processors: few or many messages, updates at once or one by one."""
+        if self.strategy.schedule.mode == "barrier":
+            return "barrier"
+        messages = {shard.group for config in self.strategy.variables.values() for shard in config.shards}
+        return "few messages" if len(messages) <= FEW_MESSAGES else "many messages"
 
 
 def candidates(
