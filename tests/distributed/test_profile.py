@@ -103,12 +103,14 @@ def test_two_ranks_are_recorded_and_replayed(job: str, sent: float, tmp_path: Pa
     assert (tmp_path / "trace" / "calibration.json").exists()
 
 
+@pytest.mark.slow
 def test_a_script_of_one_process(tmp_path: Path) -> None:
     facts = profile_job("other", 1, tmp_path)
     assert (facts["job"], facts["ranks"], facts["collectives_per_step"]) == ("other", 1, 0)
     assert load_profile(tmp_path / "trace").step_seconds > 0
 
 
+@pytest.mark.slow
 def test_a_script_may_run_on(tmp_path: Path) -> None:
     JOBS["short"] = "train(model, sgd(model), 14)\nprint('args', sys.argv[1:])\n"
     (tmp_path / "train.py").write_text(MODEL + JOBS.pop("short"))

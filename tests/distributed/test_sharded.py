@@ -17,7 +17,9 @@ def check_splits(pool: Pool, model: str, style: str, seeds: range) -> None:
     assert min(answer["held"] for answer in ranks[0]) < 0.9
 
 
-@pytest.mark.parametrize("seeds", [range(5), range(5, 10)], ids=["seeds 0-4", "seeds 5-9"])
+@pytest.mark.parametrize(
+    "seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.slow)], ids=["seeds 0-4", "seeds 5-9"]
+)
 @pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_splits_along_an_operators_axes_equal_a_single_device(pools: Pools, world: int, model: str, seeds: range):

@@ -63,6 +63,7 @@ def test_trials_share_processes_and_stop_early(graph):
     assert (bad.status, len(bad.steps)) == ("stopped", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "status", "words"),
     [("crash", "crashed", "the model is broken"), ("hang", "hung", "still ran"), ("memory", "out_of_memory", "memory")],
@@ -87,6 +88,7 @@ def test_a_refused_strategy_does_not_cost_the_next(graph):
     assert here.launches == 1
 
 
+@pytest.mark.slow
 def test_a_script_is_tuned_as_it_is(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
