@@ -6,7 +6,7 @@ then over ranks; a rank that is slower than the others keeps its factor (`Costs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Operator, Variable, update_operators
+from offbeat.profile.interference import fit_interference, shares
 from offbeat.profile.traces import RankTrace, Step, align, backward_spans, forward_spans, read_traces, to_timeline
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import Timeline
@@ -91,11 +92,12 @@ def make_profile(
     if aligned:
         steady, alignment = align(steady)
         said += alignment.notes if alignment else ()
-    graph = measured_graph(steady)
+    graph, interference = measured_graph(steady)
     per_call, per_byte = _update_costs(steady, graph)
     costs = replace(
         costs,
         collectives=_fit_collectives(steady, costs),
+        interference=interference,
         gap_seconds=_gap_seconds(steady),
         compute_scale=_compute_scale(steady),
         update_call_seconds=per_call,
@@ -123,13 +125,13 @@ def _steady(trace: RankTrace) -> tuple[Step, ...]:
     return steps
 
 
-def measured_graph(traces: list[RankTrace]) -> ModelGraph:
-    """One forward operator per call of a module with parameters, one backward operator per gradient."""
+def measured_graph(traces: list[RankTrace]) -> tuple[ModelGraph, float]:
+    """One forward operator per call of a module with parameters, one backward operator per gradient, with the seconds
+    each takes while nothing is sent; and by how much sending slows them down."""
     first = traces[0]
     calls = _usual([tuple(module for module, _, _ in step.forward) for step in first.steps])
     grads = _usual([tuple(parameter for parameter, _ in step.backward) for step in first.steps])
-    forward = _medians(traces, calls, lambda step: list(forward_spans(step)))
-    backward = _medians(traces, grads, lambda step: list(backward_spans(step)))
+    factor, (forward, backward) = _alone(traces, calls, grads)
     shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
     first_call: dict[str, int] = {}
     for position, module in enumerate(calls):
@@ -152,13 +154,14 @@ def measured_graph(traces: list[RankTrace]) -> ModelGraph:
         for position, name in enumerate(names)
     ]
     variables.sort(key=lambda variable: used_at[variable.name])
-    return ModelGraph(
+    graph = ModelGraph(
         name=first.path.parent.name or "job",
         operators=(*operators, *update_operators(variables, "SGD", 1)),
         variables=tuple(variables),
         source="hooks",
         optimizer_slots=1,
     )
+    return graph, factor
 
 
 def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
@@ -186,22 +189,29 @@ def _usual(sequences: list[tuple[int, ...]]) -> tuple[int, ...]:
     return Counter(sequences).most_common(1)[0][0]
 
 
-def _medians(
-    traces: list[RankTrace], wanted: tuple[int, ...], spans: Callable[[Step], list[tuple[int, float, float]]]
-) -> list[float]:
-    """Median seconds of each span over steps, then over ranks."""
-    per_rank = []
-    for trace in traces:
-        rows = []
-        for step in trace.steps:
-            found = spans(step)
-            if tuple(key for key, _, _ in found) == wanted:
-                rows.append([end - start for _, start, end in found])
-        if rows:
-            per_rank.append(np.median(np.array(rows), axis=0))
-    if not per_rank:
-        raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
-    return list(np.median(np.array(per_rank), axis=0))
+def _alone(
+    traces: list[RankTrace], calls: tuple[int, ...], grads: tuple[int, ...]
+) -> tuple[float, tuple[list[float], list[float]]]:
+    """The interference factor, and the median seconds of each forward and backward span without it."""
+    found = [
+        [shares(trace, spans, wanted) for trace in traces] for spans, wanted in ((_forward, calls), (_backward, grads))
+    ]
+    factor = fit_interference([samples for phase in found for samples in phase if len(samples[0])])
+    seconds = []
+    for phase in found:
+        ranks = [np.median(s, axis=0) / (1 + factor * share.mean(axis=0)) for s, share in phase if len(s)]
+        if not ranks:
+            raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
+        seconds.append(list(np.median(np.array(ranks), axis=0)))
+    return factor, (seconds[0], seconds[1])
+
+
+def _forward(step: Step) -> list[tuple[int, float, float]]:
+    return list(forward_spans(step))
+
+
+def _backward(step: Step) -> list[tuple[int, float, float]]:
+    return list(backward_spans(step))
 
 
 def _first_use(variable: str, first_call: dict[str, int]) -> int:
