@@ -32,7 +32,7 @@ from offbeat.profile.listen import CollectiveListener, listen_to_buckets
 from offbeat.timeline import Kind
 
 FORMAT = 1
-TICKS = 24
+TICKS = 32
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
 
@@ -212,18 +212,27 @@ class Recorder:
             "gradients": self.parameters,
         }
 
-    def _tick(self) -> list[tuple[float, float]]:
-        """Begin and end of some tiny collectives, which end almost together: by them clocks can be compared."""
+    def _tick(self) -> list[tuple[int, float, float]]:
+        """Tiny messages to and fro between rank 0 and each other rank, by which their clocks can be compared: the other
+        rank, when one left and when its answer came; on the other rank twice the time between."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return []
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         times = []
-        for _ in range(TICKS):
-            begin = time.perf_counter()
-            dist.all_reduce(torch.zeros(1, device=device))
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append((begin, time.perf_counter()))
+        for peer in range(1, dist.get_world_size()) if self.rank == 0 else (self.rank,):
+            for _ in range(TICKS):
+                begin = time.perf_counter()
+                if self.rank == 0:
+                    dist.send(tensor, peer)
+                    dist.recv(tensor, peer)
+                else:
+                    dist.recv(tensor, 0)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                end = time.perf_counter()
+                times.append((peer, begin if self.rank == 0 else end, end))
+                if self.rank != 0:
+                    dist.send(tensor, 0)
         return times
 
     # What the hooks note

@@ -15,10 +15,14 @@ import numpy as np
 import orjson
 
 from offbeat.errors import OffbeatError
-from offbeat.profile.align import TOGETHER, Alignment, CommunicationEvents, clock_offsets, communication_events
+from offbeat.profile.align import Alignment, clock_offsets, communication_events
 from offbeat.timeline import COMPUTE, NETWORK, Builder, Kind, Timeline
 
 MAX_LINE_BYTES = 64 * 2**20
+
+
+Tick = tuple[int, float, float]
+"""The other rank; on rank 0 when a message left and its answer came, on the other rank twice the time between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,8 @@ class RankTrace:
     parameters: tuple[tuple[str, tuple[int, ...], str], ...]
     gradients: tuple[str, ...]
     steps: tuple[Step, ...]
-    ticks: tuple[tuple[float, float], ...] = ()
-    """Begin and end of tiny collectives before and after the steps."""
+    ticks: tuple[tuple[Tick, ...], ...] = ()
+    """Messages to and fro between rank 0 and the others, before and after the steps."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -116,7 +120,7 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
                 notes.append(f"{path}: the last line is cut off; its step is left out")
                 break
             if "clock" in line:
-                ticks.append([(float(begin), float(end)) for begin, end in line["clock"]])
+                ticks.append(tuple((int(peer), float(begin), float(end)) for peer, begin, end in line["clock"]))
                 continue
             collectives += [Collective(*row) for row in line.get("late", line.get("communication", ()))]
             if "late" not in line and line["complete"]:
@@ -132,7 +136,7 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
             gradients=tuple(map(str, header["gradients"])),
             steps=_steps(steps, collectives),
             # One end of the recording says nothing of how clocks drift.
-            ticks=tuple(tick for part in ticks for tick in part) if len(ticks) == 2 else (),
+            ticks=tuple(ticks) if len(ticks) == 2 else (),
             notes=tuple(notes),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -205,25 +209,36 @@ def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
         return traces, None
     zero = traces[0].steps[0].begin
     shifted = [_moved(trace, lambda at: at - zero) for trace in traces]
-    ticked = all(trace.ticks for trace in shifted) and len({len(trace.ticks) for trace in shifted}) == 1
-    events = _tick_events(shifted) if ticked else communication_events(to_timeline(shifted, []))
-    alignment = clock_offsets(events, machines)
+    compared = [trace.ticks and all(trace.ticks) for trace in shifted]
+    if shifted[0].rank == 0 and all(compared):
+        alignment = _compared_clocks(shifted)
+    else:
+        alignment = clock_offsets(communication_events(to_timeline(shifted, [])), machines)
     return [_moved(trace, _clock(alignment, trace.rank)) for trace in shifted], alignment
 
 
-def _tick_events(traces: list[RankTrace]) -> CommunicationEvents:
-    """The tiny collectives as events; their ends differ by microseconds, a job's own by as much as the network does."""
-    count, world = len(traces[0].ticks), len(traces)
-    times = np.array([trace.ticks for trace in traces])
-    zeros = np.zeros(count * world, np.int64)
-    return CommunicationEvents(
-        occurrence=np.tile(np.arange(count), world),
-        rank=np.repeat([trace.rank for trace in traces], count),
-        start=times[:, :, 0].reshape(-1),
-        end=times[:, :, 1].reshape(-1),
-        role=zeros + TOGETHER,
-        family=zeros,
+def _compared_clocks(traces: list[RankTrace]) -> Alignment:
+    """Each clock against rank 0's by the quickest messages to and fro, whose two ways took about the same time."""
+    first, last = (np.median([begin for _, begin, _ in part]) for part in traces[0].ticks)
+    reference, span = float(first + last) / 2, max(float(last - first), 1e-6)
+    offset, drift, unsure = [0.0], [0.0], 0.0
+    for trace in traces[1:]:
+        found = []
+        for there, here in zip(traces[0].ticks, trace.ticks, strict=True):
+            mine = [(begin, end) for peer, begin, end in there if peer == trace.rank]
+            pairs = zip(mine, here, strict=False)
+            took, ahead = min((end - begin, at - (begin + end) / 2) for (begin, end), (_, at, _) in pairs)
+            found.append(ahead)
+            unsure = max(unsure, took / 2)
+        same = trace.machine == traces[0].machine
+        offset.append(0.0 if same else sum(found) / 2)
+        drift.append(0.0 if same else (found[1] - found[0]) / span * 1e6)
+    return Alignment(
         ranks=tuple(trace.rank for trace in traces),
+        reference_seconds=reference,
+        offset_seconds=np.array(offset),
+        drift_ppm=np.array(drift),
+        residual_seconds=unsure,
     )
 
 
@@ -238,7 +253,7 @@ def _moved(trace: RankTrace, clock: Callable[[float], float]) -> RankTrace:
     """The trace with every time read off another clock."""
     return replace(
         trace,
-        ticks=tuple((clock(begin), clock(end)) for begin, end in trace.ticks),
+        ticks=tuple(tuple((peer, clock(begin), clock(end)) for peer, begin, end in part) for part in trace.ticks),
         steps=tuple(
             Step(
                 number=step.number,
@@ -318,7 +333,7 @@ def skewed_copy(
 
         for line in lines[1:]:
             if "clock" in line:
-                line["clock"] = [[read(begin), read(end)] for begin, end in line["clock"]]
+                line["clock"] = [[peer, read(begin), read(end)] for peer, begin, end in line["clock"]]
                 continue
             for row in line.get("late", line.get("communication", ())):
                 row[5:8] = map(read, row[5:8])
