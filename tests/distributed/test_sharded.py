@@ -27,7 +27,7 @@ def test_splits_along_an_operators_axes_equal_a_single_device(pools: Pools, worl
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_maps_at_all_equal_a_single_device(pools: Pools, world: int, model: str):
     check_splits(pools(world), model, "arbitrary", range(3))
 
