@@ -1,4 +1,4 @@
-"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's links.
+"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's tables and links.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offbeat.cluster import ClusterSpec
+from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
 from offbeat.plan import Plan, Task
 
@@ -59,19 +59,17 @@ class Costs:
         }
         return replace(self, collectives=fits)
 
-    def collective(self, task: Task, cluster: ClusterSpec, in_flight: int = 2) -> tuple[float, float]:
+    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
         """(seconds for which a task takes the link, seconds until its result is there after that)."""
-        participants = len(task.ranks)
-        if participants < 2:
+        if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0
-        fit = self.collectives.get((task.kind, participants))
+        fit = self.collectives.get((task.kind, len(task.ranks)))
         if fit is not None:
-            hidden = fit.latency_seconds if in_flight > 1 else 0.0
-            return fit.occupied(task.wire_bytes) + fit.latency_seconds - hidden, hidden
-        bandwidth = cluster.ring_bandwidth(task.ranks)
-        constant = latency_steps(task.kind, participants) * cluster.ring_latency(task.ranks)
-        hidden = constant * OVERLAPPED_SHARE if in_flight > 1 else 0.0
-        return constant - hidden + task.link_bytes / bandwidth, hidden
+            taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
+        else:
+            constant = links.constant(task.kind, task.ranks, task.root)
+            taken, hidden = max(constant, links.task_seconds(task)), constant * OVERLAPPED_SHARE
+        return (taken - hidden, hidden) if in_flight > 1 else (taken, 0.0)
 
     def update(self, bytes_updated: float, estimate: float) -> float:
         """Seconds of one optimizer call on so many bytes of variables."""
@@ -121,26 +119,13 @@ class Costs:
             raise OffbeatError(f"{origin}: not a costs file: {type(error).__name__} at {error}") from None
 
 
-def latency_steps(kind: str, participants: int) -> int:
-    """Messages one after another that a ring takes."""
-    match kind:
-        case "all_reduce":
-            return 2 * (participants - 1)
-        case "update":
-            return 0
-        case "broadcast":
-            return max(1, (participants - 1).bit_length())
-        case _:
-            return participants - 1
-
-
 def network_seconds(plan: Plan, costs: Costs) -> float:
     """Seconds for which the busiest rank's link is taken in one step, if nothing else held it up."""
     busy: dict[int, float] = {}
     everyone = 0.0
-    in_flight = plan.strategy.schedule.in_flight
+    in_flight, links = plan.strategy.schedule.in_flight, Collectives(plan.cluster)
     for task in plan.communication:
-        seconds, _ = costs.collective(task, plan.cluster, in_flight)
+        seconds, _ = costs.collective(task, links, in_flight)
         if len(task.ranks) == len(plan.replicas):
             everyone += seconds
         else:

@@ -49,6 +49,12 @@ class Collectives:
         table = self._tables[kind, group]
         return interpolate(table, bytes) if table is not None else self.link(kind, group, root).seconds(bytes)
 
+    def constant(self, kind: str, ranks: tuple[int, ...], root: int | None = None) -> float:
+        """The part of its time that does not depend on its bytes: the smallest measured one's, or the latency."""
+        self.seconds(kind, ranks, 1, root)
+        table = self._tables[kind, ranks]
+        return table.seconds[0] if table is not None else self.link(kind, ranks, root).latency_seconds
+
     def task_seconds(self, task: Task) -> float:
         """Time of a plan's task; updates use no link and take none."""
         return self.seconds(task.kind, task.ranks, task.wire_bytes, task.root)
@@ -125,10 +131,15 @@ def closed_form(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec, root: i
         return LinkFit(cluster.latency(here, there), 1.0 / cluster.bandwidth(here, there))
     if kind not in ROUNDS:
         raise OffbeatError(f"no collective is called {kind!r}; there are {', '.join(ROUNDS)} and send")
-    latency = ROUNDS[kind] * others * cluster.ring_latency(ranks)
+    latency = latency_steps(kind, len(ranks)) * cluster.ring_latency(ranks)
     if kind == "gather" and root is not None:
         return LinkFit(latency, _gather_seconds_per_byte(ranks, root, cluster))
     return LinkFit(latency, _sent_per_byte(kind, others) / cluster.ring_bandwidth(ranks))
+
+
+def latency_steps(kind: str, participants: int) -> int:
+    """Messages one after another that a ring, or a chain, of so many ranks takes."""
+    return ROUNDS.get(kind, 0) * (participants - 1)
 
 
 def _sent_per_byte(kind: str, others: int) -> float:

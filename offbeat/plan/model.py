@@ -21,6 +21,10 @@ from offbeat.strategy.model import Synchronizer
 TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "update"]
 
 
+REPLICATED: tuple[Synchronizer, ...] = ("all_reduce", "sparse_all_gather", "factor_broadcast")
+"""Synchronisers after which every replica applies the update itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment(GraphSegment):
     """A run of operators that no communication event interrupts. Sizes and work are those of one micro-batch."""
@@ -83,6 +87,11 @@ class Message:
     @property
     def variables(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(piece.variable for piece in self.pieces))
+
+    @property
+    def replicated(self) -> bool:
+        """Every replica applies the update itself."""
+        return self.synchronizer in REPLICATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,26 @@ class Plan:
     def task_at(self) -> dict[int, Task]:
         """Tasks by their place in the issue order."""
         return {task.index: task for task in self.tasks}
+
+    @cached_property
+    def components(self) -> tuple[tuple[int, ...], ...]:
+        """Messages by index, those together that hold parts of the same variables and so are applied together."""
+        leader = list(range(len(self.messages)))
+
+        def find(index: int) -> int:
+            while leader[index] != index:
+                leader[index] = leader[leader[index]]
+                index = leader[index]
+            return index
+
+        first: dict[str, int] = {}
+        for message in self.messages:
+            for name in message.variables:
+                leader[find(message.index)] = find(first.setdefault(name, message.index))
+        grouped: dict[int, list[int]] = {}
+        for message in self.messages:
+            grouped.setdefault(find(message.index), []).append(message.index)
+        return tuple(map(tuple, grouped.values()))
 
     @property
     def communication(self) -> tuple[Task, ...]:

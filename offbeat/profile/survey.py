@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.cluster import ClusterSpec, CollectiveTable
-from offbeat.cost.measured import latency_steps
+from offbeat.cost.tables import latency_steps
 from offbeat.errors import OffbeatError
 from offbeat.profile.calibrate import KINDS, Sample, fit, measure
 from offbeat.profile.whatif import sent_per_byte

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import CollectiveFit, Costs, latency_steps
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.cost.tables import latency_steps
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower

@@ -24,9 +24,10 @@ from offbeat.plan import Plan, Task
 from offbeat.runtime.absences import Absences
 from offbeat.runtime.asynchronous import AsyncParcel, AsyncServer
 from offbeat.runtime.channel import Channels, report_end
+from offbeat.runtime.components import Component, make_components
 from offbeat.runtime.faults import explain
 from offbeat.runtime.guard import guard, raw_gradient, set_gradient, unguard
-from offbeat.runtime.parcels import Parcel, ShardedParcel, ValueParcel, box_slices
+from offbeat.runtime.parcels import Parcel, ShardedParcel, ValueParcel
 from offbeat.runtime.row_parcels import SparseParcel, SparseServerParcel
 from offbeat.runtime.stale import StaleParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
@@ -34,20 +35,6 @@ from offbeat.timeline import Kind
 from offbeat.timeline.observer import Observer
 
 log = logging.getLogger("offbeat")
-
-
-class Component:
-    """Parcels that are settled together because they hold parts of the same variables, and the update they allow."""
-
-    def __init__(self, parcels: list[Parcel]) -> None:
-        self.parcels = parcels
-        self.optimizer: UnitOptimizer | None = None
-        """Applies what every replica applies; None if it holds nothing of the kind."""
-        self.settled = True
-        self.stale = any(parcel.message.staleness for parcel in parcels)
-
-    def parameters(self) -> Iterable[torch.nn.Parameter]:
-        return dict.fromkeys(parameter for parcel in self.parcels for parameter in parcel.parameters)
 
 
 class Engine:
@@ -86,7 +73,7 @@ class Engine:
         self._reset_step()
         self._handles: list[Any] = []
         self._listen()
-        self.components = self._make_components()
+        self.components = make_components(plan, parcels, optimizer, optimizer_class)
         self.component_of = {id(p): component for component in self.components for p in component.parameters()}
         self._make_server_optimizers()
         self.outside = self._make_outside_optimizer()
@@ -146,51 +133,6 @@ class Engine:
                 self._gradient_ready(name, indices)
 
         return ready
-
-    def _make_components(self) -> list[Component]:
-        """Groups parcels that share a variable, so that a variable is updated once, when all its shards are there."""
-        leader = list(range(len(self.parcels)))
-
-        def find(index: int) -> int:
-            while leader[index] != index:
-                leader[index] = leader[leader[index]]
-                index = leader[index]
-            return index
-
-        for indices in self.variable_parcels.values():
-            for index in indices[1:]:
-                leader[find(index)] = find(indices[0])
-        grouped: dict[int, list[Parcel]] = {}
-        for index, parcel in enumerate(self.parcels):
-            grouped.setdefault(find(index), []).append(parcel)
-        components = [Component(parcels) for parcels in grouped.values()]
-        for component in components:
-            self._make_component_optimizer(component)
-        return components
-
-    def _make_component_optimizer(self, component: Component) -> None:
-        """Variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
-        optimized = group_of(self.optimizer)
-        owned = {id(p) for parcel in component.parcels if not parcel.replicated for p in parcel.parameters}
-        units: dict[object, Unit] = {}
-        for parcel in component.parcels:
-            if not parcel.replicated:
-                continue
-            for place, (piece, parameter) in enumerate(zip(parcel.message.pieces, parcel.parameters, strict=True)):
-                if id(parameter) not in optimized:
-                    continue
-                if id(parameter) not in owned:
-                    units[id(parameter)] = Unit(parameter, parameter)
-                else:
-                    box = box_slices(piece)
-                    tensor = torch.nn.Parameter(parameter.data[box])
-                    if isinstance(parcel, SparseParcel):
-                        parcel.unit = tensor
-                        units[piece] = Unit(parameter, tensor, None, box)
-                    else:
-                        units[piece] = Unit(parameter, tensor, parcel.views[place], box)
-        if units:
-            component.optimizer = UnitOptimizer(self.optimizer, self.optimizer_class, list(units.values()))
 
     def _make_server_optimizers(self) -> None:
         """What this rank owns is updated here, with its own optimizer state."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
+from offbeat.cost.tables import Collectives
 from offbeat.cost.updates import variable_updates
 from offbeat.graph.model import ITEM_BYTES, Variable
 from offbeat.plan import Piece, Plan, Task
@@ -298,9 +299,10 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
         delivers=(),
     )
     in_flight = plan.strategy.schedule.in_flight
-    overhead, lag = costs.collective(probe, plan.cluster, in_flight)
+    links = Collectives(plan.cluster)
+    overhead, lag = costs.collective(probe, links, in_flight)
     megabyte = 10**6
-    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), plan.cluster, in_flight)
+    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight)
     return overhead, lag, (larger - overhead) / megabyte
 
 

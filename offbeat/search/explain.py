@@ -14,8 +14,9 @@ from offbeat.cost.updates import variable_updates
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan
 from offbeat.search.chain import chain_of
-from offbeat.search.oracle import Oracle, segment_seconds
+from offbeat.search.oracle import Oracle
 from offbeat.simulate.roles import find_roles
+from offbeat.simulate.step import segment_seconds
 from offbeat.strategy import Encoder, Schedule, Shard, Slice, Strategy, VariableConfig, build_strategy
 from offbeat.units import format_seconds
 

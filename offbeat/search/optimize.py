@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
@@ -35,43 +36,12 @@ def optimize(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    costs: Costs | None = None,
     memory_limit: str | float | None = None,
     time_limit: float = 30.0,
-    seed: int = 0,
-    rounds: int | None = None,
-    passes: Sequence[str] | None = None,
-    coarsen: bool = True,
-    partial_replay: bool = True,
-    symmetry: bool = True,
-    mode: Mode = "auto",
-    allow_lossy: bool = False,
-    fused_seconds: Mapping[str, tuple[float, float]] | None = None,
+    **options: Any,
 ) -> Strategy:
-    """The strategy with the shortest predicted step.
-
-    `memory_limit` is in bytes per rank (or '16GiB'). `time_limit` is in seconds; with `rounds` of annealing given
-    instead, the clock is not looked at and the result depends on the arguments alone. `passes` names the passes to run
-    (see `offbeat.search.passes.pass_names`). `mode` says whether updates may reach into the next forward: 'auto' and
-    'deferred' let them, 'barrier' does not. Gradients are only ever rounded if `allow_lossy`. `fused_seconds` holds
-    forward and backward seconds of compiled modules, by path.
-    """
-    return search(
-        graph,
-        cluster,
-        costs=costs,
-        memory_limit=memory_limit,
-        time_limit=time_limit,
-        seed=seed,
-        rounds=rounds,
-        passes=passes,
-        coarsen=coarsen,
-        partial_replay=partial_replay,
-        symmetry=symmetry,
-        mode=mode,
-        allow_lossy=allow_lossy,
-        fused_seconds=fused_seconds,
-    ).strategy
+    """The strategy with the shortest predicted step; `search` names the other options."""
+    return search(graph, cluster, memory_limit=memory_limit, time_limit=time_limit, **options).strategy
 
 
 def search(
@@ -91,7 +61,14 @@ def search(
     allow_lossy: bool = False,
     fused_seconds: Mapping[str, tuple[float, float]] | None = None,
 ) -> Candidate:
-    """As `optimize`, with the predicted step and the decisions that led to it."""
+    """The best strategy found, with its predicted step and the decisions that led to it.
+
+    `memory_limit` is in bytes per rank (or '16GiB'). `time_limit` is in seconds; with `rounds` of annealing given
+    instead, the clock is not looked at and the result depends on the arguments alone. `passes` names the passes to run
+    (see `offbeat.search.passes.pass_names`). `mode` says whether updates may reach into the next forward: 'auto' and
+    'deferred' let them, 'barrier' does not. Gradients are only ever rounded if `allow_lossy`. `fused_seconds` holds
+    forward and backward seconds of compiled modules, by path.
+    """
     _check(time_limit, rounds, mode)
     chosen = select_passes(passes)
     problem = Problem(

@@ -24,10 +24,9 @@ from offbeat.search.pace_link import Floats
 from offbeat.simulate import simulate
 from offbeat.simulate.predict import SHOWN_RANKS, STEADY_STEPS, busy_until
 from offbeat.simulate.roles import Roles, find_roles
+from offbeat.simulate.step import exchange_costs, segment_seconds
 from offbeat.strategy import Strategy
 
-REPLICATED = ("all_reduce", "sparse_all_gather", "factor_broadcast")
-"""Synchronisers after which every replica applies the update itself."""
 _INTERFERENCE_ROUNDS = 4
 
 
@@ -179,7 +178,7 @@ def _forward(step: Any, role: int, now: float, arrival: Any, waits: bool, extra:
 
 def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
     """The plan's step as arrays; None where only a full replay can tell how it runs."""
-    if any(m.synchronizer not in REPLICATED or m.staleness or m.asynchronous for m in plan.messages):
+    if any(not m.replicated or m.staleness or m.asynchronous for m in plan.messages):
         return None
     ahead = [i for i, s in enumerate(plan.segments) if s.phase == "forward" and not (s.recomputed or s.microbatch)]
     behind = [i for i in range(len(plan.segments)) if i not in set(ahead)]
@@ -188,10 +187,11 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     roles = find_roles(plan, costs.compute_scale, fold)
     seconds = segment_seconds(plan, costs, roles)
     done_at = {name: place for place, i in enumerate(behind) for name in plan.segments[i].completes}
-    components, component_of = _components(plan)
+    components = plan.components
+    component_of = {index: number for number, part in enumerate(components) for index in part}
     estimates = message_updates(plan)
     heads = [e for e in roles.exchanges if e.task.stage == 0 and e.task.kind != "update"]
-    price = [_exchange_cost(plan, costs, exchange.same) for exchange in heads]
+    price = exchange_costs(plan, costs, heads)
     message_ready = [max((done_at[name] for name in m.variables), default=0) for m in plan.messages]
     settles = _settles(plan, ahead, component_of)
     size = sum(m.bytes for m in plan.messages)
@@ -213,45 +213,9 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     )
 
 
-def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> Floats:
-    """Compute seconds of each role (row) in each segment (column)."""
-    rows = []
-    for rank in roles.representatives:
-        node = plan.cluster.device_of(rank)
-        scale = costs.compute_scale.get(rank, 1.0)
-        rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
-    return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
-
-
-def _update_seconds(plan: Plan, costs: Costs, estimates: dict[int, float], part: list[int]) -> float:
+def _update_seconds(plan: Plan, costs: Costs, estimates: dict[int, float], part: tuple[int, ...]) -> float:
     size = sum(plan.messages[index].bytes for index in part)
     return costs.update(size, sum(estimates[index] for index in part))
-
-
-def _exchange_cost(plan: Plan, costs: Costs, same: tuple[Any, ...]) -> tuple[float, float]:
-    in_flight = plan.strategy.schedule.in_flight
-    different = {task.ranks: task for task in same}
-    return max(costs.collective(task, plan.cluster, in_flight) for task in different.values())
-
-
-def _components(plan: Plan) -> tuple[list[list[int]], dict[int, int]]:
-    """Messages that hold parts of the same variables and so are updated together; and the component of each."""
-    leader = list(range(len(plan.messages)))
-
-    def find(index: int) -> int:
-        while leader[index] != index:
-            index = leader[index]
-        return index
-
-    first: dict[str, int] = {}
-    for message in plan.messages:
-        for name in message.variables:
-            leader[find(message.index)] = find(first.setdefault(name, message.index))
-    grouped: dict[int, list[int]] = defaultdict(list)
-    for message in plan.messages:
-        grouped[find(message.index)].append(message.index)
-    parts = list(grouped.values())
-    return parts, {index: number for number, part in enumerate(parts) for index in part}
 
 
 def _settles(plan: Plan, ahead: list[int], component_of: dict[int, int]) -> list[tuple[int, int]]:

@@ -10,21 +10,18 @@ parameters run in `step()`, in the plan's order, as in `offbeat.runtime.engine`.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
+from offbeat.cost.tables import Collectives
 from offbeat.cost.updates import message_updates
-from offbeat.plan import Message, Plan
+from offbeat.plan import Plan
 from offbeat.simulate.roles import Exchange, Roles
 from offbeat.simulate.taskgraph import TaskGraph
 from offbeat.timeline import Kind
-
-_REPLICATED = ("all_reduce", "sparse_all_gather", "factor_broadcast")
 
 
 @dataclass
@@ -111,6 +108,25 @@ def build_steps(plan: Plan, costs: Costs, roles: Roles, steps: int) -> Steps:
     return StepBuilder(plan, costs, roles).build(steps)
 
 
+def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
+    """Compute seconds of each role (row) in each segment (column)."""
+    rows = []
+    for rank in roles.representatives:
+        node = plan.cluster.device_of(rank)
+        scale = costs.compute_scale.get(rank, 1.0)
+        rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
+    return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
+
+
+def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
+    """What `Costs.collective` says of each exchange: of its slowest group of ranks."""
+    links, in_flight = Collectives(plan.cluster), plan.strategy.schedule.in_flight
+    return [
+        max(costs.collective(task, links, in_flight) for task in {task.ranks: task for task in exchange.same}.values())
+        for exchange in exchanges
+    ]
+
+
 class StepBuilder:
     """Adds step after step to the tasks."""
 
@@ -123,18 +139,17 @@ class StepBuilder:
         self.host = [-1] * count
         """Last compute task of each role."""
         self.barrier = plan.mode == "barrier"
-        self.seconds = [self._segment_seconds(rank) for rank in roles.representatives]
-        self.components = _components(plan.messages)
+        self.seconds = segment_seconds(plan, costs, roles).tolist()
+        self.components = plan.components
         self.readers = self._readers()
         self.updates = message_updates(plan)
         self.heads = [i for i, e in enumerate(roles.exchanges) if e.task.stage == 0 and e.task.kind != "update"]
         self.tails = [
             i
             for i, e in enumerate(roles.exchanges)
-            if e.task.stage > 0 and plan.messages[e.task.message].synchronizer not in _REPLICATED
+            if e.task.stage > 0 and not plan.messages[e.task.message].replicated
         ]
-        self.rings = _Rings(plan.cluster)
-        self.cost = [self._exchange_cost(exchange) for exchange in roles.exchanges]
+        self.cost = exchange_costs(plan, costs, roles.exchanges)
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
@@ -146,19 +161,14 @@ class StepBuilder:
 
     # What does not change from step to step
 
-    def _segment_seconds(self, rank: int) -> list[float]:
-        node = self.plan.cluster.device_of(rank)
-        scale = self.costs.compute_scale.get(rank, 1.0)
-        return [s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in self.plan.segments]
-
-    def _readers(self) -> dict[int, list[list[int]]]:
-        """For each segment, the components (lists of messages) it is the first to wait for."""
+    def _readers(self) -> dict[int, list[tuple[int, ...]]]:
+        """For each segment, the components (messages by index) it is the first to wait for."""
         component_of = {m: number for number, component in enumerate(self.components) for m in component}
         components_of: dict[str, list[int]] = defaultdict(list)
         for message in self.plan.messages:
             for name in message.variables:
                 components_of[name].append(component_of[message.index])
-        readers: dict[int, list[list[int]]] = defaultdict(list)
+        readers: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         seen: set[int] = set()
         for position, segment in enumerate(self.plan.segments):
             for name in segment.reads:
@@ -168,12 +178,6 @@ class StepBuilder:
                         readers[position].append(self.components[number])
         readers[0] += [component for number, component in enumerate(self.components) if number not in seen]
         return readers
-
-    def _exchange_cost(self, exchange: Exchange) -> tuple[float, float]:
-        in_flight = self.plan.strategy.schedule.in_flight
-        costs = {task.ranks: task for task in exchange.same}
-        rings: Any = self.rings
-        return max(self.costs.collective(task, rings, in_flight) for task in costs.values())
 
     # One step
 
@@ -207,7 +211,7 @@ class StepBuilder:
                     self._settle(role, step - 1, component, step)
             self._compute(role, step, "forward", segment.name, self.seconds[role][position])
 
-    def _settle(self, role: int, sent: int, component: list[int], step: int) -> None:
+    def _settle(self, role: int, sent: int, component: tuple[int, ...], step: int) -> None:
         """Waits for the messages of a component, sent in step `sent`, and applies what every replica applies."""
         stale = max(self.plan.messages[index].staleness for index in component)
         if any(self.plan.messages[index].asynchronous for index in component):
@@ -215,7 +219,7 @@ class StepBuilder:
         arrived = [t for index in component for t in self.arrivals.get((sent - stale, role, index), ())]
         if not arrived:
             return
-        mine = [index for index in component if self.plan.messages[index].synchronizer in _REPLICATED]
+        mine = [index for index in component if self.plan.messages[index].replicated]
         size = sum(self.plan.messages[index].bytes for index in mine)
         seconds = self.costs.update(size, sum(self.updates[index] for index in mine)) if mine else 0.0
         self._compute(role, step, "update" if mine else None, f"update m{component[0]}", seconds, arrived)
@@ -292,43 +296,15 @@ class StepBuilder:
         if self.barrier:
             for role in range(len(self.roles.ranks)):
                 for component in self.components:
-                    if any(self.plan.messages[index].synchronizer not in _REPLICATED for index in component):
+                    if not all(self.plan.messages[index].replicated for index in component):
                         self._settle(role, step, component, step)
 
     def _wait_for_gradients(self, role: int, step: int) -> None:
         """`step()` of barrier mode, as far as every replica applies the update: one optimizer call for all."""
-        mine = [m for m in self.plan.messages if m.synchronizer in _REPLICATED and not m.asynchronous]
+        mine = [m for m in self.plan.messages if m.replicated and not m.asynchronous]
         arrived = [t for m in mine for t in self.arrivals.get((step - m.staleness, role, m.index), ())]
         if not mine:
             return
         self._compute(role, step, None, "wait", 0.0, arrived)
         seconds = self.costs.update(sum(m.bytes for m in mine), sum(self.updates[m.index] for m in mine))
         self._compute(role, step, "optimizer", "optimizer", seconds)
-
-
-class _Rings:
-    """A cluster that remembers its rings: walking around one of thousands of ranks takes milliseconds."""
-
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self.ring_bandwidth = cache(cluster.ring_bandwidth)
-        self.ring_latency = cache(cluster.ring_latency)
-
-
-def _components(messages: Sequence[Message]) -> list[list[int]]:
-    """Messages that hold parts of the same variables, which are updated together."""
-    leader = list(range(len(messages)))
-
-    def find(index: int) -> int:
-        while leader[index] != index:
-            leader[index] = leader[leader[index]]
-            index = leader[index]
-        return index
-
-    first: dict[str, int] = {}
-    for message in messages:
-        for name in message.variables:
-            leader[find(message.index)] = find(first.setdefault(name, message.index))
-    grouped: dict[int, list[int]] = defaultdict(list)
-    for message in messages:
-        grouped[find(message.index)].append(message.index)
-    return list(grouped.values())

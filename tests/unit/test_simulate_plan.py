@@ -11,7 +11,7 @@ from test_zoo_plans import SMALL_OPTIONS
 
 import offbeat
 from offbeat import zoo
-from offbeat.cluster import ClusterSpec
+from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.cost.measured import CollectiveFit, Costs, network_seconds
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
@@ -187,3 +187,21 @@ def test_one_ranks_plan_cannot_be_expanded() -> None:
         seconds_of(plan, expand=True)
     with pytest.raises(OffbeatError, match="steps: 1 is less than 2"):
         offbeat.simulate(plan, steps=1)
+
+
+def test_a_clusters_measured_tables_are_what_replay_uses() -> None:
+    """`offbeat calibrate` writes them; without them the links' figures count."""
+    graph = zoo.capture("mlp", scale=0.1)
+    plain = ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="10Gbit/s", latency="50us")
+    sizes = tuple(2**power for power in range(10, 28))
+    slow = CollectiveTable(
+        collective="all_reduce", groups=((0, 1, 2, 3),), sizes_bytes=sizes, seconds=tuple(size * 1e-7 for size in sizes)
+    )
+    measured = plain.replace(tables=(slow,))
+    taken = {
+        name: offbeat.simulate(
+            lower(graph, cluster, build_strategy("ddp", graph, cluster)), memory=False
+        ).iteration_time
+        for name, cluster in (("plain", plain), ("measured", measured))
+    }
+    assert taken["measured"] > graph.parameter_bytes * 1e-7 > taken["plain"]

@@ -7,8 +7,8 @@ and order what results.
 from collections.abc import Iterator
 
 from offbeat.graph import Variable
+from offbeat.plan.model import REPLICATED
 from offbeat.search.chain import link_seconds
-from offbeat.search.oracle import REPLICATED
 from offbeat.search.pace_strategy import pace_schedule
 from offbeat.search.passes.problem import Candidate, Problem
 from offbeat.search.passes.registry import register_pass

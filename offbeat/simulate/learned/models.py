@@ -6,6 +6,7 @@ gat        graph attention over shards, mean, linear layer             (Eqs. 8 t
 combined   the replayer's logarithm plus what a linear and a recurrent part learn of its error   `CombinedModel`
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -54,7 +55,7 @@ def collate(plans: Sequence[Encoded]) -> Batch:
     )
 
 
-class ScoreModel(nn.Module):
+class ScoreModel(nn.Module, ABC):
     """What all models share: features are standardised by the first plans they are trained on."""
 
     node_mean: Tensor
@@ -87,8 +88,9 @@ class ScoreModel(nn.Module):
         whole = ((batch.whole - self.whole_mean) * self.whole_scale).clamp(-6, 6)
         return self.score(Batch(nodes, batch.lengths, batch.edges, whole, batch.base - self.base_mean))
 
+    @abstractmethod
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The same of a batch whose features have been put on one scale."""
 
 
 class LinearModel(ScoreModel):
