@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,6 +19,7 @@ from step_time import (
     DDP_BUCKETS_MIB,
     PACED_STEP_SECONDS,
     REGIMES,
+    alternate,
     build,
     machine,
     make_step,
@@ -109,16 +109,7 @@ def work(case: dict) -> None:
     auto = make(lambda m, o: offbeat.distribute(m, o, strategy="auto"))
     timed(auto[0], COLD_STEPS)
     kept["auto"] = auto
-    blocks: dict[str, list[float]] = {name: [] for name in kept}
-    for _ in range(BLOCKS):
-        for name, (step, finish, _) in kept.items():
-            dist.barrier()
-            timed(step, 2)
-            begin = time.perf_counter()
-            timed(step, STEPS)
-            blocks[name].append((time.perf_counter() - begin) / STEPS)
-            if finish:
-                finish()
+    blocks, theft = alternate({name: (step, finish) for name, (step, finish, _) in kept.items()}, BLOCKS, STEPS)
     if dist.get_rank() == 0:
         median = {name: round(statistics.median(times) * 1e3, 2) for name, times in blocks.items()}
         best = min((name for name in median if name != "auto"), key=median.__getitem__)
@@ -129,6 +120,7 @@ def work(case: dict) -> None:
             "best_other": best,
             "auto_over_best_other": round(median["auto"] / median[best], 4),
             "auto_plan": strategy.name,
+            "stolen": theft,
         }
         print(json.dumps(result), flush=True)
     dist.barrier()

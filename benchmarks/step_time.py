@@ -7,8 +7,9 @@ of steps of compute alone, DDP with its default buckets, DDP with the two sizes 
 is max(compute, network): `compute` is the local step, `network` an all-reduce of all gradients. The link's bandwidth is
 chosen from the measured compute, so that network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4
 (compute-bound). With two hosts compute is real; with four it is paced (it takes the time without taking the processor,
-as an accelerator's does), because four workers do not fit on two cores. Medians of the blocks' medians, in
-milliseconds; ratios are what counts.
+as an accelerator's does), because four workers do not fit on two cores. Medians of the blocks, in
+milliseconds; ratios are what counts. Blocks during which the machine's neighbours took processor time are repeated
+(quiet.py).
 """
 
 import argparse
@@ -19,6 +20,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quiet import Theft, enough, quietest
 
 DDP_BUCKETS_MIB = (0.25, 0.5, 1, 2, 4, 8, 16, 25)
 REGIMES = {"network-bound": 1.6, "balanced": 1.0, "compute-bound": 0.4}
@@ -180,26 +184,37 @@ def work(case: dict) -> None:
     flat = torch.zeros(sum(p.numel() for p in build(case["model"], case["paced"])[0].parameters()))
     variants["network"] = (lambda: [dist.all_reduce(part) for part in flat.split(2**20)], None)
 
-    blocks: dict[str, list[float]] = {name: [] for name in variants}
     for name, (step, finish) in variants.items():
         timed(step, 32 if name == "offbeat" else 3)
         if finish:
             finish()
-    for block in range(case["blocks"]):
-        order = list(variants)
-        for name in order[block % len(order) :] + order[: block % len(order)]:
+    blocks, theft = alternate(variants, case["blocks"], case["steps"])
+    if dist.get_rank() == 0:
+        print(json.dumps({"tried_ms": tried, **summary(blocks), "stolen": theft}), flush=True)
+    dist.barrier()
+
+
+def alternate(variants: dict, count: int, steps: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a step in so many blocks of every variant, in turn, and the share of time stolen from the machine."""
+    import torch.distributed as dist
+
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    order = list(variants)
+    whole = Theft()
+    while not enough(measured, count):
+        for name in order:
             step, finish = variants[name]
             dist.barrier()
             # Two steps fill the pipeline, so that the clock starts and stops with one step's updates outstanding.
             timed(step, 2)
-            begin = time.perf_counter()
-            timed(step, case["steps"])
-            blocks[name].append((time.perf_counter() - begin) / case["steps"])
+            theft, begin = Theft(), time.perf_counter()
+            timed(step, steps)
+            seconds = (time.perf_counter() - begin) / steps
             if finish:
                 finish()
-    if dist.get_rank() == 0:
-        print(json.dumps({"tried_ms": tried, **summary(blocks)}), flush=True)
-    dist.barrier()
+            measured[name].append((theft.agreed_share(), seconds))
+        order = [*order[1:], order[0]]
+    return {name: quietest(pairs, count) for name, pairs in measured.items()}, round(whole.share(), 4)
 
 
 def try_out(step) -> float:

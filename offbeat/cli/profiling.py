@@ -30,9 +30,13 @@ def profile(
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a training script and record what every rank computes, sends and waits for."""
-    from offbeat.profile.launch import TIMED_OUT, profile_script
+    """Run a training script, here or (under torchrun) as a rank of a job, and record what every rank does."""
+    from offbeat.profile.launch import TIMED_OUT, inside_job, profile_here, profile_script, require_script
 
+    require_script(script[0])
+    if inside_job():
+        profile_here(script, output, steps=steps, plain_steps=plain_steps, run_on=run_on)
+        return
     with stdout_to_stderr(as_json):
         code = profile_script(
             script, output, ranks, steps=steps, plain_steps=plain_steps, run_on=run_on, timeout=timeout
@@ -102,18 +106,17 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure what collectives cost, on this machine or (under torchrun) among the job's ranks."""
-    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    from offbeat.profile.launch import inside_job, run_module
+
     if not output.parent.is_dir():
         raise OffbeatError(f"{output}: cannot write the cluster: there is no folder {output.parent}")
-    if inside:
+    if inside_job():
         from offbeat.profile.survey import main as measure_here
 
         measure_here(str(output))
         if os.environ["RANK"] != "0":
             return
     else:
-        from offbeat.profile.launch import run_module
-
         with progress(f"measuring collectives among {ranks} ranks"), stdout_to_stderr(as_json):
             code = run_module("offbeat.profile.survey", [str(output)], ranks, timeout)
         if code:

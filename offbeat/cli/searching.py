@@ -52,16 +52,21 @@ def run(
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a training script on this machine's ranks, with a strategy in the place of its 'auto'."""
-    from offbeat.profile.launch import run_script
+    """Run a training script, here or (under torchrun) as a rank of a job, with a strategy in the place of 'auto'."""
+    from offbeat.profile.launch import inside_job, require_script, run_script
 
-    if not Path(script[0]).is_file():
-        raise OffbeatError(f"{script[0]}: there is no such script")
+    require_script(script[0])
     if strategy != "auto" and Path(strategy).exists():
         from offbeat.strategy import Strategy
 
         Strategy.load(strategy)
         strategy = os.path.abspath(strategy)
+    if inside_job():
+        from offbeat.profile.attach import run_script as run_here
+
+        os.environ["OFFBEAT_STRATEGY"] = strategy
+        run_here(script[0], script[1:])
+        return
     with stdout_to_stderr(as_json):
         code = run_script(script, ranks, {"OFFBEAT_STRATEGY": strategy}, timeout)
     if as_json:

@@ -164,9 +164,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    attachment = Attachment(options.folder, options.steps, options.plain_steps, options.run_on)
+    record_script(
+        [options.script, *options.arguments],
+        options.folder,
+        steps=options.steps,
+        plain_steps=options.plain_steps,
+        run_on=options.run_on,
+    )
+
+
+def record_script(
+    script: Sequence[str], folder: str | os.PathLike[str], *, steps: int, plain_steps: int, run_on: bool
+) -> None:
+    """Runs a script in this process and records some of its steps."""
+    attachment = Attachment(folder, steps, plain_steps, run_on)
     try:
-        run_script(options.script, options.arguments)
+        run_script(script[0], script[1:])
     except BaseException as error:
         clean = isinstance(error, SystemExit) and error.code in (None, 0)
         attachment.close(None if clean else error)

@@ -65,7 +65,7 @@ def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[i
     """Samples of one collective, the slowest rank's; the same on every rank."""
     samples: list[Sample] = []
     for size in sizes:
-        starts = [starter(channel, kind, size, device) for _ in range(IN_A_ROW)]
+        starts = [starter(channel, kind, size, device, turn) for turn in range(IN_A_ROW)]
         alone, each = [], []
         for _ in range(REPEATS):
             _meet(channel, device)
@@ -99,11 +99,14 @@ def fit(samples: Sequence[Sample]) -> CollectiveFit:
     return CollectiveFit(overhead, latency, per_byte)
 
 
-def starter(channel: Channel, kind: str, size: int, device: torch.device) -> Callable[[], Work]:
-    """A function that starts one collective on tensors of its own."""
+def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: int = 0) -> Callable[[], Work]:
+    """A function that starts one collective on tensors of its own.
+
+    Ranks take turns as the root, as a strategy's servers do: one after another they use a link in both directions.
+    """
     elements = max(channel.size, size // 4 // channel.size * channel.size)
     tensor = torch.zeros(elements, device=device)
-    root = channel.ranks[0]
+    root = channel.ranks[turn % channel.size]
     match kind:
         case "all_reduce":
             return lambda: channel.all_reduce(tensor)
@@ -118,7 +121,7 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device) -> Cal
             part = torch.zeros(elements // channel.size, device=device)
             return lambda: channel.reduce_scatter(part, tensor)
         case _:
-            outputs = [torch.zeros_like(tensor) for _ in channel.ranks] if channel.index == 0 else []
+            outputs = [torch.zeros_like(tensor) for _ in channel.ranks] if channel.ranks[channel.index] == root else []
             return lambda: channel.gather(outputs, tensor, root)
 
 

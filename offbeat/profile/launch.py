@@ -30,12 +30,33 @@ def profile_script(
     timeout: float | None,
 ) -> int:
     """Runs a training script on so many ranks with a recorder attached; the exit code as `run_module` gives it."""
-    if not Path(script[0]).is_file():
-        raise OffbeatError(f"{script[0]}: there is no such script")
     clear_folder(Path(folder))
     options = ["--folder", os.fspath(folder), "--steps", str(steps), "--plain-steps", str(plain_steps)]
     options += ["--run-on"] if run_on else []
     return run_module("offbeat.profile.attach", [*options, *script], ranks, timeout)
+
+
+def profile_here(
+    script: Sequence[str], folder: str | os.PathLike[str], *, steps: int, plain_steps: int, run_on: bool
+) -> None:
+    """Runs the script in this process, a rank that torchrun or another launcher has started, and records it."""
+    from offbeat.profile.attach import record_script
+
+    if os.environ["RANK"] == "0":
+        # The others begin to record only after they have met this rank.
+        clear_folder(Path(folder))
+    record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
+
+
+def require_script(script: str) -> None:
+    """Refuses what is no file, before anything is started."""
+    if not Path(script).is_file():
+        raise OffbeatError(f"{script}: there is no such script")
+
+
+def inside_job() -> bool:
+    """Whether this process is a rank that a launcher has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def clear_folder(folder: Path) -> None:
@@ -65,7 +86,8 @@ def run_script(arguments: Sequence[str], ranks: int, variables: Mapping[str, str
     try:
         for rank in range(ranks):
             environment = {**rank_environment(rank, ranks, port), **variables}
-            processes.append(subprocess.Popen([sys.executable, *arguments], env=environment))
+            # Ctrl-C reaches this process alone, which then ends the ranks; a traceback of each would hide the reason.
+            processes.append(subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True))
         return _follow(processes, None if timeout is None else time.monotonic() + timeout)
     finally:
         _stop(processes)

@@ -38,8 +38,8 @@ def tune_online(builder: str, slower: bool) -> dict[str, Any]:
             trainer.zero_grad()
             net(*small_models.batch("mlp", step, rank, torch.float64)).backward()
             name = runtime.plan.strategy.name
-            # What the job starts with takes 20 ms a step, what it is offered 2 or 40.
-            time.sleep(0.02 if name != builder else 0.04 if slower else 0.002)
+            # What the job starts with takes 50 ms a step, what it is offered 2 or 100.
+            time.sleep(0.05 if name != builder else 0.1 if slower else 0.002)
             trainer.step()
             names.append(name)
         error = (_parameters(net) - expected).abs().max().item()
