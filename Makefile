@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow lint format clean
+.PHONY: setup browser demo test test-slow lint format clean
 
 setup: $(STAMP)
 
@@ -17,10 +17,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/offbeat demo
 
-test: $(STAMP)
+# Tests of pages need a browser; where none can be installed they are skipped.
+browser:
+	@test -x /usr/bin/chromium -a -x /usr/bin/chromedriver || { \
+	  test "$$(id -u)" = 0 && apt-get -qq update \
+	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; \
+	} || echo "no browser could be installed: tests of pages are skipped"
+
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit tests/distributed
-	$(BIN)/python -m pytest -q -m 'not slow and not timing' tests/distributed tests/gpu
+	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit tests/distributed tests/browser
+	$(BIN)/python -m pytest -q -m 'not slow and not timing' tests/distributed tests/browser tests/gpu
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

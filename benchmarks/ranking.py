@@ -1,20 +1,29 @@
 """How well each predictor ranks strategies: pairwise accuracy on held-out trials.
 
-    python benchmarks/make_dataset.py && python benchmarks/ranking.py --json [--quick] [--domains 6] [--epochs 200]
+    python benchmarks/make_dataset.py --real 40 && python benchmarks/ranking.py --json [--quick] [--keep FILE]
 
 Predictors: `predefined` (AutoSync's analytic model), `linear`, `rnn` and `gat` on raw and predefined features,
-`replayer` (with the cluster file's figures, not those of the site that made the points), and `combined`, which learns
-the replayer's error.
-  within     70/15/15 splits of one domain, the epoch chosen on the 15% for validation, three seeds;
-  transfer   trained on the other domains of the same source, tested on this one;
-  curve      trained on the first 10, 20, 40 and 80 trials of a domain, tested on the held-out ones.
-Replayed and measured trials are never mixed in a domain. Accuracy is over pairs that differ by more than 1%.
+`replayer` (the folded replay with the cluster file's nominal figures), and `combined`, which learns the error of the
+replayer.
+  within     70/15/15 splits of one domain, the epoch chosen on the 15% for validation, three seeds; nine for
+             measured domains, which are small;
+  transfer   trained on the other domains of the same source with as many updates as within one, tested on all of this;
+  curve      trained on the first 10, 20, 40 and 80 trials of a domain, tested on the held-out ones: who is best when.
+Accuracy is over pairs that differ by more than 5%, about as much as two trials of one strategy may differ; `all_pairs`
+has the same over pairs that differ by more than 1%.
+
+Measured and replayed trials are reported apart and never mixed. Only the measured ones say how well the replayer ranks.
+Replayed ones were labelled by another replay at costs that no predictor is told (see make_dataset.py), so there the
+replayer's accuracy says how much those hidden costs matter, and the others' how much of them can be learned.
+`--keep FILE` keeps every result as it is found and takes those that are there, so that the work can be done in pieces.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +32,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 from step_time import machine
 
 LEARNED = ("linear", "rnn", "gat", "combined")
+PREDICTORS = ("predefined", "linear", "rnn", "gat", "replayer", "combined")
 CURVE = (10, 20, 40, 80)
 LEAST = 30
 """Trials a domain needs, so that its test split holds pairs worth counting."""
+TIES = {"clear": 0.05, "all": 0.01}
+Scores = dict[str, float]
+"""By the names of `TIES`."""
+MEASURED_SPLITS = 3
+"""Times as many seeds where a test split holds a handful of trials."""
 
 
 class Domain:
-    """The trials of one model on one cluster from one source, encoded."""
+    """The trials of one model on one cluster from one source, encoded when they are first needed."""
 
-    def __init__(self, name: str, source: str, plans: list, seconds: list[float]) -> None:
+    def __init__(self, name: str, source: str, graph, cluster, trials: list) -> None:
         self.name, self.source = name, source
-        self.plans, self.seconds = plans, np.array(seconds)
+        self.graph, self.cluster, self.trials = graph, cluster, trials
+        self.seconds = np.array([trial.seconds for trial in trials])
+        self._plans: list = []
+
+    @property
+    def plans(self) -> list:
+        """(without, with) the replayer's prediction."""
+        from offbeat.plan import lower
+        from offbeat.simulate.learned.features import encode
+
+        if not self._plans:
+            lowered = (lower(self.graph, self.cluster, trial.strategy) for trial in self.trials)
+            self._plans = [(encode(plan), encode(plan, replay=True)) for plan in lowered]
+        return self._plans
 
     def samples(self, chosen, replay: bool):
         from offbeat.simulate.learned.ranking import Samples
@@ -42,27 +70,31 @@ class Domain:
 
 
 def load(path: Path, limit: int | None) -> list[Domain]:
-    from offbeat.plan import lower
+    """Measured domains, and at most `limit` replayed ones that cover the models and the clusters evenly."""
     from offbeat.search.auto.store import TrialStore
-    from offbeat.simulate.learned.features import encode
 
-    found = []
+    found: dict[str, list[Domain]] = {"measured": [], "replayed": []}
     with TrialStore(path) as store:
         for domain in store.domains():
             graph, cluster = store.load_domain(domain)
-            for source in ("measured", "replayed"):
+            for source, domains in found.items():
                 known = store.trials(domain.graph_digest, domain.cluster_digest, source=source)
                 trials = [trial for trial in known if trial.usable]
-                if len(trials) < LEAST:
-                    continue
-                lowered = [lower(graph, cluster, trial.strategy) for trial in trials]
-                plans = [(encode(plan), encode(plan, replay=True)) for plan in lowered]
-                name = f"{domain.model} on {domain.cluster}"
-                found.append(Domain(name, source, plans, [trial.seconds for trial in trials]))
-                print(f"{name}: {len(trials)} {source} trials", file=sys.stderr, flush=True)
-    # Measured domains first, as there are few of them.
-    found.sort(key=lambda domain: domain.source)
-    return found[:limit]
+                if len(trials) >= LEAST:
+                    domains.append(Domain(f"{domain.model} on {domain.cluster}", source, graph, cluster, trials))
+    return found["measured"] + spread(found["replayed"], limit)
+
+
+def spread(domains: list[Domain], limit: int | None) -> list[Domain]:
+    """So many of them along the diagonals of the table of models and clusters."""
+    models = list(dict.fromkeys(domain.graph.name for domain in domains))
+    clusters = list(dict.fromkeys(domain.cluster.name for domain in domains))
+
+    def diagonal(domain: Domain) -> tuple[int, int]:
+        model, cluster = models.index(domain.graph.name), clusters.index(domain.cluster.name)
+        return (cluster - model) % len(clusters), model
+
+    return sorted(domains, key=diagonal)[:limit]
 
 
 def split(count: int, seed: int):
@@ -71,63 +103,138 @@ def split(count: int, seed: int):
     return order[:first], order[first:second], order[second:]
 
 
-def fixed(domain: Domain, chosen) -> dict[str, float]:
+def fixed(domain: Domain, chosen) -> dict[str, Scores]:
     """The predictors that are not trained."""
-    from offbeat.search.auto.select import ranking_accuracy
-
     return {
-        name: ranking_accuracy([domain.plans[i][replay].base for i in chosen], domain.seconds[chosen])
+        name: accuracies([domain.plans[i][replay].base for i in chosen], domain.seconds[chosen])
         for name, replay in (("predefined", False), ("replayer", True))
     }
 
 
-def trained(kind: str, train, test, validation, options, seed: int) -> float:
+def accuracies(predicted, seconds) -> Scores:
+    from offbeat.search.auto.select import ranking_accuracy
+
+    return {name: ranking_accuracy(predicted, seconds, tie) for name, tie in TIES.items()}
+
+
+def trained(kind: str, train, test, validation, options, epochs: int, seed: int) -> Scores:
     from offbeat.simulate.learned.ranking import Schedule, Simulator
 
     simulator = Simulator(kind, hidden=options.hidden, seed=seed)
-    epochs = options.epochs
     schedule = Schedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5))
     simulator.fit(train, schedule, validation)
-    return simulator.accuracy([test])
+    return accuracies(simulator.predict(test.plans), test.seconds)
 
 
-def within(domain: Domain, options, seed: int) -> dict[str, float]:
+def within(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, Scores]:
     train, check, test = split(len(domain.seconds), seed)
     scores = fixed(domain, test)
     for kind in LEARNED:
         parts = [domain.samples(part, kind == "combined") for part in (train, check, test)]
-        scores[kind] = trained(kind, parts[:1], parts[2], parts[1:2], options, seed)
+        scores[kind] = trained(kind, parts[:1], parts[2], parts[1:2], options, options.epochs, seed)
     return scores
 
 
-def curve(domain: Domain, options, seed: int) -> dict[int, dict[str, float]]:
-    train, _, test = split(len(domain.seconds), seed)
+def curve(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, dict[str, Scores]]:
+    train, _check, test = split(len(domain.seconds), seed)
     result = {}
     for count in CURVE:
         if count <= len(train):
-            result[count] = fixed(domain, test)
+            scores = fixed(domain, test)
             for kind in LEARNED:
                 some, rest = (domain.samples(part, kind == "combined") for part in (train[:count], test))
-                result[count][kind] = trained(kind, [some], rest, None, options, seed)
+                scores[kind] = trained(kind, [some], rest, None, options, options.epochs, seed)
+            result[str(count)] = scores
     return result
 
 
-def transferred(domains: list[Domain], target: Domain, options, seed: int) -> dict[str, float]:
-    others = [domain for domain in domains if domain is not target and domain.source == target.source]
-    everything = np.arange(len(target.seconds))
-    scores = fixed(target, everything)
+def transfer(domain: Domain, domains: list[Domain], options, seed: int) -> dict[str, Scores]:
+    others = [other for other in domains if other is not domain and other.source == domain.source]
+    everything = np.arange(len(domain.seconds))
+    scores = fixed(domain, everything)
     if others:
+        epochs = max(10, math.ceil(options.epochs / len(others)))
         for kind in LEARNED:
             replay = kind == "combined"
-            train = [domain.samples(np.arange(len(domain.seconds)), replay) for domain in others]
-            scores[kind] = trained(kind, train, target.samples(everything, replay), None, options, seed)
+            train = [other.samples(np.arange(len(other.seconds)), replay) for other in others]
+            scores[kind] = trained(kind, train, domain.samples(everything, replay), None, options, epochs, seed)
     return scores
 
 
-def mean(rows: list[dict[str, float]]) -> dict[str, float]:
-    kinds = ("predefined", *LEARNED[:3], "replayer", "combined")
-    values = {kind: [row[kind] for row in rows if kind in row and not np.isnan(row[kind])] for kind in kinds}
+def todo(domains: list[Domain], options):
+    """Seed by seed, so that what is left out when time is up is the same of every domain."""
+    for seed in range(options.seeds):
+        for domain in domains:
+            for split_seed in range(seed, options.seeds * MEASURED_SPLITS, options.seeds):
+                if split_seed == seed or domain.source == "measured":
+                    yield within, domain, split_seed
+        for part, seeds in ((transfer, options.transfer_seeds), (curve, options.curve_seeds)):
+            if seed < seeds:
+                yield from ((part, domain, seed) for domain in domains)
+
+
+def work(domains: list[Domain], options) -> list[dict]:
+    """Every part for every domain and seed, unless it is kept from before."""
+    kept = {}
+    if options.keep and options.keep.exists():
+        rows = [json.loads(line) for line in options.keep.read_text().splitlines()]
+        kept = {(row["part"], row["domain"], row["source"], row["seed"]): row for row in rows}
+    began = time.monotonic()
+    for part, domain, seed in todo(domains, options):
+        key = (part.__name__, domain.name, domain.source, seed)
+        if key in kept:
+            continue
+        if options.limit and time.monotonic() - began > options.limit:
+            print("time is up; run it again with the same --keep for the rest", file=sys.stderr)
+            break
+        scores = part(domain, domains, options, seed)
+        names = ("part", "domain", "source", "seed")
+        kept[key] = {**dict(zip(names, key, strict=True)), "trials": len(domain.trials), "scores": scores}
+        if options.keep:
+            with options.keep.open("a") as stream:
+                stream.write(json.dumps(kept[key]) + "\n")
+        print(*key, json.dumps(scores), file=sys.stderr, flush=True)
+    return list(kept.values())
+
+
+def mean(rows: list[dict[str, Scores]], pairs: str = "clear") -> dict[str, float]:
+    values = {
+        kind: [row[kind][pairs] for row in rows if kind in row and not np.isnan(row[kind][pairs])]
+        for kind in PREDICTORS
+    }
     return {kind: round(statistics.mean(found), 4) for kind, found in values.items() if found}
+
+
+def summary(rows: list[dict]) -> dict:
+    result: dict = {}
+    for source in ("measured", "replayed"):
+        scores = {part: [r for r in rows if (r["source"], r["part"]) == (source, part)] for part in PARTS}
+        if not scores["within"]:
+            continue
+        domains = {row["domain"]: row["trials"] for row in scores["within"]}
+        found = {part: [row["scores"] for row in scores[part]] for part in PARTS}
+        result[source] = {
+            "domains": domains,
+            "splits": len(found["within"]),
+            "within": mean(found["within"]),
+            "within_all_pairs": mean(found["within"], "all"),
+            "within_by_domain": {
+                name: mean([row["scores"] for row in scores["within"] if row["domain"] == name]) for name in domains
+            },
+            "transfer": mean(found["transfer"]),
+            "curve": {
+                str(count): mean([path[str(count)] for path in found["curve"]])
+                for count in CURVE
+                if found["curve"] and all(str(count) in path for path in found["curve"])
+            },
+        }
+        result[source]["best_at"] = {
+            count: max(accuracy, key=accuracy.__getitem__) for count, accuracy in result[source]["curve"].items()
+        }
+    return result
+
+
+PARTS = ("within", "curve", "transfer")
 
 
 def main() -> None:
@@ -135,32 +242,31 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="two domains, one seed, few epochs: a smoke test")
     parser.add_argument("--store", type=Path, default=Path("offbeat-dataset.sqlite"))
-    parser.add_argument("--domains", type=int, help="at most so many")
+    parser.add_argument("--domains", type=int, help="at most so many replayed ones")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--transfer-seeds", type=int, default=3)
+    parser.add_argument("--curve-seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--keep", type=Path, help="file of results, to which more are added")
+    parser.add_argument("--limit", type=float, help="seconds after which no more work is begun")
     options = parser.parse_args()
     if options.quick:
         options.domains, options.seeds, options.epochs = 2, 1, min(options.epochs, 20)
     if not options.store.is_file():
         sys.exit(f"{options.store}: there is no dataset; make one with benchmarks/make_dataset.py")
-    domains = load(options.store, options.domains)
-    rows, curves = [], []
-    for domain in domains:
-        for seed in range(options.seeds):
-            row = {"domain": domain.name, "source": domain.source, "seed": seed}
-            row |= {"within": within(domain, options, seed), "transfer": transferred(domains, domain, options, seed)}
-            rows.append(row)
-            curves.append(curve(domain, options, seed))
-            print(f"{domain.name} ({domain.source}) seed {seed}: {mean([row['within']])}", file=sys.stderr, flush=True)
-    result = {"benchmark": "ranking", "machine": machine(), "domains": len(domains), "epochs": options.epochs}
-    for source in ("replayed", "measured"):
-        mine = [row for row in rows if row["source"] == source]
-        if mine:
-            result[source] = {part: mean([row[part] for row in mine]) for part in ("within", "transfer")}
-            paths = [c for c, row in zip(curves, rows, strict=True) if row["source"] == source]
-            result[source]["curve"] = {n: mean([c[n] for c in paths if n in c]) for n in CURVE}
-    print(json.dumps({key: result[key] for key in result if key in ("replayed", "measured")}), file=sys.stderr)
+    rows = work(load(options.store, options.domains), options)
+    result = {
+        "benchmark": "ranking",
+        "machine": machine(),
+        "epochs": options.epochs,
+        "labels": {
+            "measured": "medians of real trials on the emulated cluster with paced compute",
+            "replayed": "expanded replay at hidden costs of the site, with 2% of noise; predictors are told neither",
+        },
+        **summary(rows),
+    }
+    print(json.dumps(summary(rows), indent=1), file=sys.stderr)
     if options.json:
         print(json.dumps({**result, "rows": rows}, indent=1))
 

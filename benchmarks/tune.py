@@ -8,7 +8,11 @@ predefined and the recurrent model, `replay` Offbeat's replayer, `combined` the 
 All start without earlier trials. Recorded are the best so far and the hit rate (share of trials that beat the baseline)
 after every trial, as in AutoDist's figure 9. At the end the baseline and each search's winner are measured again, in
 turn, in the same processes; `speedup` is the ratio of these medians, which no lucky trial can have chosen. Compute is
-paced, gradients are real. With `--replayed` trials are replays at a site's hidden costs instead: fast, and marked so.
+paced, gradients are real. With `--replayed` trials are replays of what a site is really like instead (make_dataset.py):
+fast, and marked so. `--steps` shortens trials, `--candidates` the rounds.
+
+`--transfer` shows what earlier trials save: how many trials a `combined` search takes to come within 2% of the best
+that any of them found, alone and after 20 trials of the same model on another cluster or of another model on this.
 """
 
 import argparse
@@ -24,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from make_dataset import CLUSTERS, MODELS, emulation_of, make_cluster, make_graph, replayed, site_costs
+from make_dataset import CLUSTERS, MODELS, emulation_of, make_cluster, make_graph, make_site, replayed
 from step_time import machine
 
 SEARCHES = ("random", "autosync", "replay", "combined")
@@ -46,14 +50,23 @@ def main() -> None:
     parser.add_argument("--cluster", choices=CLUSTERS, action="append")
     parser.add_argument("--search", choices=SEARCHES, action="append")
     parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("WARM_UP", "TIMED"), default=(10, 40))
+    parser.add_argument("--candidates", type=int, default=120, help="strategies that are predicted in each round")
+    parser.add_argument("--rounds", type=int, default=5, help="times that winners are measured again")
+    parser.add_argument("--transfer", action="store_true", help="what earlier trials save (replayed)")
+    parser.add_argument("--seeds", type=int, default=3, help="repetitions of --transfer")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.quick:
+        options.steps, options.rounds = (3, 5), 2
+    options.replayed |= options.transfer
     rows = []
     for cluster in options.cluster or ("mixed", "4x1G"):
         for model in options.model or ("ncf", "vgg", "bert"):
-            rows += run_case(model, cluster, options)
+            rows += transfer_case(model, cluster, options) if options.transfer else run_case(model, cluster, options)
     if options.json:
         result = {"benchmark": "tune", "machine": machine(), "replayed": options.replayed, "trials": options.trials}
+        result |= {"transfer": options.transfer, "steps": options.steps}
         print(json.dumps({**result, "rows": rows}, indent=1))
 
 
@@ -68,7 +81,7 @@ def run_case(model: str, name: str, options) -> list[dict]:
             began = time.monotonic()
             results[guide] = search(graph, cluster, run, guide, baseline.seconds, options), time.monotonic() - began
         winners = {guide: result.best for guide, (result, _) in results.items() if result.best is not None}
-        final = confirm(run, baseline, winners, 2 if options.quick else 5)
+        final = confirm(run, baseline, winners, options.rounds)
     rows = []
     for guide, (result, seconds) in results.items():
         row = {
@@ -94,12 +107,11 @@ def run_case(model: str, name: str, options) -> list[dict]:
 def trial_maker(model: str, name: str, graph, cluster, options, stack: ExitStack):
     """Strategies and the best so far → trials, real or replayed."""
     if options.replayed:
-        noise, costs = np.random.default_rng(options.seed), site_costs(name)
-        return lambda strategies, best: replayed(graph, cluster, strategies, costs, noise)
+        noise, site = np.random.default_rng(options.seed), make_site(name)
+        return lambda strategies, best: replayed(graph, strategies, site, noise)
     from offbeat.search.auto.trials import TrialOptions, TrialRunner
 
-    steps = (3, 5) if options.quick else (10, 40)
-    trial_options = TrialOptions(*steps, timeout_seconds=120, batch=6)
+    trial_options = TrialOptions(*options.steps, timeout_seconds=120, batch=6)
     emulation = stack.enter_context(emulation_of(name))
     runner = TrialRunner(emulation, "make_dataset:build_paced", (model,), trial_options)
     return lambda strategies, best: runner.run(graph, cluster, strategies, best)
@@ -126,20 +138,80 @@ def measure(run, strategies, what: str) -> list:
     return done
 
 
-def search(graph, cluster, run, guide: str, baseline_seconds: float, options):
+def search(graph, cluster, run, guide: str, baseline_seconds: float | None, options):
     from offbeat.search.auto.store import TrialStore
+
+    with tempfile.TemporaryDirectory() as folder, TrialStore(Path(folder) / "trials.sqlite") as store:
+        return search_in(store, guide, graph, cluster, run, options, baseline_seconds=baseline_seconds)
+
+
+def search_in(store, name: str, graph, cluster, run, options, **more):
+    """A search of that name; its guide is what stands before a blank in it."""
     from offbeat.search.auto.tune import Options, tune
     from offbeat.simulate.learned.samples import Schedule
 
-    with tempfile.TemporaryDirectory() as folder, TrialStore(Path(folder) / "trials.sqlite") as store:
-        settings = Options(
-            trials=options.trials,
-            guide=guide,
-            seed=options.seed,
-            baseline_seconds=baseline_seconds,
-            schedule=Schedule(epochs=20) if options.quick else Schedule(),
+    settings = Options(
+        trials=options.trials,
+        guide=name.split(maxsplit=1)[0],
+        search=name,
+        seed=options.seed,
+        candidates=options.candidates,
+        schedule=Schedule(epochs=20) if options.quick else Schedule(),
+        **more,
+    )
+    return tune(graph, cluster, run, settings, store=store, on_progress=lambda state: show(name, state))
+
+
+def show(name: str, state) -> None:
+    took = "none" if state.trial.seconds is None else f"{state.trial.seconds * 1e3:.1f} ms"
+    best = "none" if state.best is None else f"{state.best.seconds * 1e3:.1f} ms"
+    number = f"{name} {state.number}/{state.trials}"
+    print(f"{number} {state.trial.strategy.name} {state.trial.status} {took}, best {best}", file=sys.stderr, flush=True)
+
+
+def transfer_case(model: str, name: str, options) -> list[dict]:
+    """Trials needed alone and with the trials of two other domains, averaged over seeds."""
+    other_cluster = next(each for each in ("4x1G", "mixed") if each != name)
+    other_model = next(each for each in ("bert", "vgg") if each != model)
+    sources = {"alone": None, "same model": (model, other_cluster), "same cluster": (other_model, name)}
+    best: dict[str, list[list[float]]] = {source: [] for source in sources}
+    for seed in range(options.seeds):
+        settings = argparse.Namespace(**{**vars(options), "seed": seed})
+        for source, domain in sources.items():
+            best[source].append(best_after_each(model, name, domain, settings))
+            print(f"{model} on {name}, {source}, seed {seed}: {best[source][-1][-1] * 1e3:.1f} ms", file=sys.stderr)
+    goal = [1.02 * min(best[source][seed][-1] for source in sources) for seed in range(options.seeds)]
+    rows = []
+    for source, found in best.items():
+        needed = [
+            next((n for n, seconds in enumerate(curve, 1) if seconds <= goal[seed]), None)
+            for seed, curve in enumerate(found)
+        ]
+        rows.append(
+            {
+                "model": model,
+                "cluster": name,
+                "earlier_trials": source,
+                "trials_needed": needed,
+                "first_trial_ms": round(statistics.mean(curve[0] for curve in found) * 1e3, 2),
+                "best_ms": round(statistics.mean(curve[-1] for curve in found) * 1e3, 2),
+            }
         )
-        return tune(graph, cluster, run, settings, store=store)
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def best_after_each(model: str, name: str, earlier: tuple[str, str] | None, options) -> list[float]:
+    """Seconds of the best so far after every trial of a search."""
+    from offbeat.search.auto.store import TrialStore
+
+    with tempfile.TemporaryDirectory() as folder, TrialStore(Path(folder) / "t.sqlite") as store, ExitStack() as stack:
+        for search_name, domain in (("combined earlier", earlier), ("combined", (model, name))):
+            if domain is not None:
+                graph, cluster = make_graph(domain[0]), make_cluster(domain[1])
+                run = trial_maker(*domain, graph, cluster, options, stack)
+                result = search_in(store, search_name, graph, cluster, run, options)
+    return np.minimum.accumulate([trial.seconds or np.inf for trial in result.trials]).tolist()
 
 
 def confirm(run, baseline, winners: dict, rounds: int) -> dict[str, float]:

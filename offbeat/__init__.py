@@ -22,8 +22,11 @@ _HOME = {
     "Timeline": "offbeat.timeline",
     "Recorder": "offbeat.profile.recorder",
     "optimize": "offbeat.search.optimize",
+    "tune": "offbeat.search.auto.session",
     "find_frontier": "offbeat.search.frontier.find",
     "distribute": "offbeat.api",
+    "ddp_kwargs": "offbeat.integrations.ddp",
+    "Monitor": "offbeat.monitor",
     "OffbeatError": "offbeat.errors",
 }
 _PACKAGES = ("zoo", "simulate", "emulate")

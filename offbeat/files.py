@@ -21,6 +21,8 @@ from offbeat.units import quote
 MAX_BYTES = 256 * 2**20
 # People write YAML, programs write JSON; YAML takes seconds per 10 MiB to parse.
 MAX_YAML_BYTES = 32 * 2**20
+# Parsed, a value takes up to 230 bytes; so many stay below a gigabyte, and no file of ours comes near.
+MAX_VALUES = 4_000_000
 _MAX_NESTING = 100
 _PHRASES = {
     "extra_forbidden": "there is no such field",
@@ -54,12 +56,25 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
 
 def parse_json(content: bytes | str, origin: str, what: str) -> Any:
     """Parsed JSON of any shape with finite numbers; the error names `origin`."""
+    check_values(content, origin, what)
     try:
         return json.loads(content, parse_constant=_refuse_constant, parse_float=_finite_float)
     except OffbeatError as error:
         raise OffbeatError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise OffbeatError(f"{origin}: not a {what}: it is not valid JSON ({_first_line(error)})") from None
+
+
+def check_values(content: bytes | str, origin: str, what: str) -> None:
+    """Refuses JSON that would take more memory than a file of its size should: millions of empty lists, say."""
+    if len(content) <= MAX_VALUES:
+        return
+    if isinstance(content, str):
+        count = sum(content.count(mark) for mark in ",[{")
+    else:
+        count = sum(content.count(mark) for mark in (b",", b"[", b"{"))
+    if count > MAX_VALUES:
+        raise OffbeatError(f"{origin}: not a {what}: it has more than {MAX_VALUES} values")
 
 
 def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
@@ -113,7 +128,8 @@ def first_problem(error: ValidationError) -> str:
     problem = problems[0]
     field = ""
     for step in problem["loc"]:
-        field += f"[{step}]" if isinstance(step, int) else f".{step}" if field else str(step)
+        name = step if isinstance(step, int) or (step.isprintable() and len(step) <= 80) else quote(step)
+        field += f"[{name}]" if isinstance(name, int) else f".{name}" if field else name
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
         message = str(cause)

@@ -4,7 +4,19 @@ Each command is a short function in one of the modules below. Everything heavy i
 `offbeat --help` starts without torch.
 """
 
-from offbeat.cli import catalogue, frontier, planning, profiling, searching, trying, tuning
+from offbeat.cli import catalogue, frontier, planning, profiling, reporting, searching, trying, tuning, viewing
 from offbeat.cli.app import app, main
 
-__all__ = ["app", "catalogue", "frontier", "main", "planning", "profiling", "searching", "trying", "tuning"]
+__all__ = [
+    "app",
+    "catalogue",
+    "frontier",
+    "main",
+    "planning",
+    "profiling",
+    "reporting",
+    "searching",
+    "trying",
+    "tuning",
+    "viewing",
+]

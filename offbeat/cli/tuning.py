@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,8 @@ from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_s
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.cluster import ClusterSpec
+    from offbeat.search.auto.launch import Machines
     from offbeat.search.auto.store import TrialStore
-    from offbeat.search.auto.trials import Machines
     from offbeat.search.auto.tune import Progress, TuneResult
 
 STORE = Path("offbeat-trials.sqlite")
@@ -40,6 +38,10 @@ def tune(
     ),
     store: Store = STORE,
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine.")] = 2,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, envvar="NODE_RANK", help="Which of them this one is.")] = 0,
+    master_addr: Annotated[str, typer.Option(envvar="MASTER_ADDR", help="Address of node 0.")] = "127.0.0.1",
+    master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
     hosts: Annotated[int | None, typer.Option(min=1, help="Emulate so many hosts instead.")] = None,
     bandwidth: Annotated[str, typer.Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
     cluster: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
@@ -53,34 +55,39 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Try strategies on the real job, learn from each, and save the best."""
-    from offbeat.search.auto.store import TrialStore
-    from offbeat.search.auto.trials import TrialOptions, TrialRunner
+    from offbeat.search.auto.session import tune as search
+    from offbeat.search.auto.trials import TrialOptions, check_target
     from offbeat.search.auto.tune import Options
-    from offbeat.search.auto.tune import tune as search
 
-    with stdout_to_stderr(), _machines(ranks, hosts, bandwidth) as (machines, assumed):
-        spec = assumed if cluster is None else load_cluster(cluster)
-        if spec.world_size != machines.world_size:
-            raise OffbeatError(f"cluster: {spec.name!r} has {spec.world_size} devices for {machines.world_size} ranks")
-        length = TrialOptions(warm_up, steps, timeout_seconds=timeout)
-        runner = TrialRunner(machines, script[0], tuple(script[1:]), length)
-        with progress("running the script once by itself, for its graph and its compute times"):
-            graph = runner.discover()
-        with TrialStore(store) as kept:
-            options = Options(
-                trials=trials,
-                guide=guide,  # type: ignore[arg-type]
-                seed=seed,
-                search=_search_name(kept, graph.digest, spec.digest, resume),
-                resume=resume,
-                time_limit_seconds=time_limit,
-            )
-            result = search(
-                graph, spec, lambda s, best: runner.run(graph, spec, s, best), options, store=kept, on_progress=_show
-            )
+    check_target(script[0])
+    options = Options(trials=trials, guide=guide, seed=seed, time_limit_seconds=time_limit)  # type: ignore[arg-type]
+    length = TrialOptions(warm_up, steps, timeout_seconds=timeout)
+    if nnodes > 1:
+        if hosts is not None:
+            raise OffbeatError(f"--hosts {hosts}: an emulated cluster is on one machine, not on --nnodes {nnodes}")
+        if node_rank:
+            _follow(nnodes, node_rank, master_addr, master_port, ranks, as_json)
+            return
+    with (
+        stdout_to_stderr(),
+        _machines(ranks, nnodes, (master_addr, master_port), hosts, bandwidth) as machines,
+    ):
+        say("the first run is without synchronisation, for the model's graph and its compute times")
+        result = search(
+            script[0],
+            script[1:],
+            trials=trials,
+            machines=machines,
+            cluster=None if cluster is None else load_cluster(cluster),
+            store=store,
+            resume=resume,
+            options=options,
+            trial_options=length,
+            on_progress=_show,
+        )
     if result.best is not None:
         result.strategy.save(output)
-    print_facts(summarise(result, options.search, output), as_json)
+    print_facts(summarise(result, output), as_json)
     if result.best is None:
         raise OffbeatError(f"none of the {len(result.trials)} trials came to its end; `offbeat trials` shows why")
     if result.interrupted:
@@ -113,13 +120,13 @@ def trials(
                 say(f"{store} holds no trial yet")
 
 
-def summarise(result: "TuneResult", search: str, output: Path) -> dict[str, Any]:
+def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:
     """What a search found, as plain values."""
     best, baseline = result.best, result.baseline_seconds
     seconds = None if best is None else best.seconds
     statuses = [trial.status for trial in result.trials]
     return {
-        "search": search,
+        "search": result.search,
         "trials": len(result.trials),
         "statuses": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
         "best_seconds": seconds,
@@ -148,29 +155,34 @@ def _show(state: "Progress") -> None:
 
 
 @contextmanager
-def _machines(ranks: int, hosts: int | None, bandwidth: str) -> Generator[tuple["Machines", "ClusterSpec"], None, None]:
-    """Where trials run, and what is known of it."""
-    from offbeat.cluster import ClusterSpec
-    from offbeat.search.auto.trials import LocalRanks
+def _machines(
+    ranks: int, nodes: int, master: tuple[str, int], hosts: int | None, bandwidth: str
+) -> Generator["Machines", None, None]:
+    """Where trials run."""
+    if nodes > 1:
+        from offbeat.search.auto.nodes import LeadNode, Meeting
 
-    if hosts is None:
-        yield LocalRanks(ranks), ClusterSpec.local(ranks)
-        return
-    from offbeat.cli.trying import _links
-    from offbeat.emulate import Emulation
+        with LeadNode(Meeting(nodes, 0, *master), ranks) as lead:
+            yield lead
+    elif hosts is not None:
+        from offbeat.cli.trying import _links
+        from offbeat.emulate import Emulation
 
-    with Emulation(_links(bandwidth, hosts), bandwidth if "," not in bandwidth else "1Gbit/s") as emulation:
-        yield emulation, emulation.cluster_spec()
+        with Emulation(_links(bandwidth, hosts), bandwidth if "," not in bandwidth else "1Gbit/s") as emulation:
+            yield emulation
+    else:
+        from offbeat.search.auto.launch import LocalRanks
+
+        yield LocalRanks(ranks)
 
 
-def _search_name(store: "TrialStore", graph_digest: str, cluster_digest: str, resume: bool) -> str:
-    """A new search is named by its time; the latest one of this domain is resumed."""
-    if not resume:
-        return time.strftime("%Y-%m-%dT%H:%M:%S")
-    known = [trial.search for trial in store.trials(graph_digest, cluster_digest, source="measured")]
-    if not known:
-        raise OffbeatError(f"--resume: {store.path} has no search for this model on this cluster")
-    return known[-1]
+def _follow(nodes: int, node_rank: int, address: str, port: int, ranks: int, as_json: bool) -> None:
+    """The part of a node that is not the first: its ranks of every trial."""
+    from offbeat.search.auto.nodes import Meeting, follow
+
+    with progress(f"taking part in the search that node 0 leads at {address}:{port}"):
+        jobs = follow(Meeting(nodes, node_rank, address, port), ranks)
+    print_facts({"node_rank": node_rank, "jobs": jobs, "led_by": f"{address}:{port}"}, as_json)
 
 
 def _rows(store: "TrialStore", best: int | None) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class Costs:
         try:
             fits = {
                 (str(entry["kind"]), int(entry["participants"])): CollectiveFit(
-                    float(entry["overhead_seconds"]), float(entry["latency_seconds"]), float(entry["seconds_per_byte"])
+                    *(_duration(entry[name]) for name in ("overhead_seconds", "latency_seconds", "seconds_per_byte"))
                 )
                 for entry in raw["collectives"]
             }
@@ -115,8 +115,16 @@ class Costs:
                 interference=float(raw["interference"]),
                 compute_scale={int(rank): float(scale) for rank, scale in raw["compute_scale"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise OffbeatError(f"{origin}: not a costs file: {type(error).__name__} at {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            said = " ".join(str(error).split())[:160]
+            raise OffbeatError(f"{origin}: not a costs file: {type(error).__name__} at {said}") from None
+
+
+def _duration(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{seconds} is not a duration")
+    return seconds
 
 
 def network_seconds(plan: Plan, costs: Costs) -> float:

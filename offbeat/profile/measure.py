@@ -308,7 +308,7 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs) -> dict[tuple[str, i
         factors = []
         for rows in steps:
             expected = sum(known.occupied(size) + known.latency_seconds * alone for size, _, alone in rows)
-            factors.append(sum(spent for _, spent, _ in rows) / expected)
+            factors.append(sum(spent for _, spent, _ in rows) / expected if expected else 1.0)
         factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
         fits[kind, participants] = CollectiveFit(
             known.overhead_seconds * factor, known.latency_seconds * factor, known.seconds_per_byte * factor

@@ -9,6 +9,7 @@ parameters of its own begins, when each gradient is complete, and when each coll
 Every step is written as one line of JSON, so that a crash loses at most the last one.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -102,12 +103,18 @@ class Recorder:
             handle.remove()
         if self.kind == "offbeat":
             self.root._offbeat.engine.observer = None
-        if self.kind and self.recording:
-            self._write({"late": self._take_communication()})
+        try:
+            if self.kind and self.recording:
+                self._write({"late": self._take_communication()})
+                if error is None:
+                    self._write({"clock": self._tick()})
+        except OffbeatError:
+            # The file may be what failed before, and that error is the one to be told.
             if error is None:
-                self._write({"clock": self._tick()})
-        self.recording = False
-        self._close()
+                raise
+        finally:
+            self.recording = False
+            self._close()
         if error is None and not self.kind:
             raise OffbeatError(f"{self.folder}: nothing was recorded, because no model was trained inside the block")
 
@@ -284,7 +291,9 @@ class Recorder:
 
     def _close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            # Every line was flushed when it was written; only what a full disk had refused can be left.
+            with contextlib.suppress(OSError):
+                self.file.close()
             self.file = None
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-import orjson
-
+from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.profile.align import apply, clock_offsets, communication_events
 from offbeat.profile.flight import join, read_dump
@@ -98,6 +97,6 @@ def _is_dump(path: Path) -> bool:
     if b'"traceEvents"' in head or b'"pg_config"' not in head:
         return False
     try:
-        return isinstance(orjson.loads(path.read_bytes()).get("entries"), list)
-    except (orjson.JSONDecodeError, AttributeError, OSError):
+        return isinstance(files.read_json(path, "Flight Recorder dump").get("entries"), list)
+    except (OffbeatError, AttributeError):
         return False

@@ -140,36 +140,38 @@ class EventStream:
 
     def _value(self) -> bytes:
         """The bytes of the JSON value that begins here, which is then passed."""
+        depth, scanned = 0, 0
         while True:
-            end = self._value_end()
-            if end is not None:
-                value = self._buffer[self._at : end]
-                self._at = end
+            depth, scanned, whole = self._scan(depth, scanned)
+            if whole:
+                value = self._buffer[self._at : self._at + scanned]
+                self._at += scanned
                 return value
             if len(self._buffer) - self._at > _MOST_VALUE_BYTES:
                 raise self._error(f"one of its values is larger than {format_bytes(_MOST_VALUE_BYTES)}")
             if not self._more():
                 raise self._truncated()
 
-    def _value_end(self) -> int | None:
+    def _scan(self, depth: int, scanned: int) -> tuple[int, int, bool]:
+        """Goes on where an earlier scan of this value ended: nesting there, bytes passed, and whether that is all."""
         first = self._buffer[self._at : self._at + 1]
         if first not in (b"{", b"[", b'"'):
             scalar = _SCALAR_END.search(self._buffer, self._at)
-            return scalar.start() if scalar else None
-        depth = 0
-        for token in _TOKEN.finditer(self._buffer, self._at):
+            return (0, scalar.start() - self._at, True) if scalar else (0, 0, False)
+        for token in _TOKEN.finditer(self._buffer, self._at + scanned):
             text = token.group()
             if text == b'"':
-                return None
+                break
             if text in (b"{", b"["):
                 depth += 1
                 if depth > _MOST_DEPTH:
                     raise self._error(f"it is nested deeper than {_MOST_DEPTH} levels, which no trace is")
             elif text in (b"}", b"]"):
                 depth -= 1
+            scanned = token.end() - self._at
             if depth == 0:
-                return token.end()
-        return None
+                return depth, scanned, True
+        return depth, scanned, False
 
     def _parse(self, value: bytes) -> Any:
         try:

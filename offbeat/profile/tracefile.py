@@ -22,8 +22,11 @@ from offbeat.timeline import KINDS, Kind
 _HEADER = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 _STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _RANK = re.compile(r"(?:rank|worker)[_.\-]?(\d{1,6})", re.IGNORECASE)
+_RANK_TEXT = re.compile(r"[0-9]{1,9}")
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
+MOST_ELEMENTS = 2**56
+"""Their bytes, summed over a trace, still fit 64 bits."""
 _ITEM_BYTES = {"double": 8, "long": 8, "long int": 8, "int64": 8, "float": 4, "int": 4, "int32": 4, "half": 2}
 _ITEM_BYTES |= {"bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsigned char": 1, "signed char": 1}
 _ITEM_BYTES |= {"complexfloat": 8, "complexdouble": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -116,7 +119,7 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
     if rank is None:
         raise OffbeatError(f"{path}: cannot tell the trace's rank: neither its distributedInfo nor its name says it")
     base = stream.header.get("baseTimeNanoseconds", 0)
-    base = base if isinstance(base, int) else 0
+    base = _number(base, 0)
     world = info.get("world_size")
     first = collector.first
     notes = []
@@ -163,7 +166,7 @@ class _Collector:
         self.optimizer: list[tuple[float, float]] = []
         self.ranges: list[tuple[float, float, int, str, dict[str, Any]]] = []
         self.issued: list[tuple[float, str, dict[str, Any]]] = []
-        self.described: dict[object, tuple[float, dict[str, Any]]] = {}
+        self.described: dict[int, tuple[float, dict[str, Any]]] = {}
         self.nccl: list[tuple[float, float, int, str, dict[str, Any]]] = []
 
     def add(self, batch: list[Any]) -> None:
@@ -199,7 +202,7 @@ class _Collector:
                 self.operators.add(start, duration, self._lane(where), -1, self._name(name))
         elif category == "cpu_op":
             if name == "record_param_comms":
-                self.described[args.get("External id")] = (start, args)
+                self.described[_number(args.get("External id"))] = (start, args)
             elif name.startswith("c10d::") and name[6:] in _ISSUED:
                 self.issued.append((start, _ISSUED[name[6:]], args))
             outer = _number(args.get("External id"))
@@ -321,10 +324,10 @@ def _nccl(collector: _Collector) -> list[Collective]:
     """nccl's kernels; what older versions wrote only on the launching side is taken from there."""
     result = []
     for start, duration, lane, name, args in sorted(collector.nccl, key=lambda item: item[0]):
-        asked, described = collector.described.get(args.get("External id"), (np.nan, {}))
+        asked, described = collector.described.get(_number(args.get("External id")), (np.nan, {}))
         about = described | args
         kind = collective_kind(str(about.get("Collective name") or _kernel_verb(name)))
-        elements = _number(about.get("In msg nelems"), 0)
+        elements = min(max(0, _number(about.get("In msg nelems"), 0)), MOST_ELEMENTS)
         begin = (start - collector.first) * 1e-6
         group = f"{about.get('Process Group Name', '')} {about.get('Process Group Ranks', '')}".strip()
         peer = _number(about.get("Dst Rank" if kind == "send" else "Src Rank")) if kind in ("send", "recv") else -1
@@ -364,7 +367,7 @@ def _elements(kind: str, args: dict[str, Any]) -> int:
     for shape in dims if isinstance(dims, list) else []:
         if isinstance(shape, list) and shape:
             parts = shape if isinstance(shape[0], list) else [shape]
-            return sum(product(part) for part in parts)
+            return min(sum(product(part) for part in parts), MOST_ELEMENTS)
     return 0
 
 
@@ -372,14 +375,14 @@ def product(shape: object) -> int:
     """Elements of a tensor of this shape."""
     result = 1
     for size in shape if isinstance(shape, list) else []:
-        result *= _number(size, 0)
-    return min(result, 2**62)
+        result = min(result * max(0, _number(size, 0)), MOST_ELEMENTS)
+    return result
 
 
 def _peer(args: dict[str, Any]) -> int:
     """send(tensors, group, destination, tag), and the same for recv."""
     given = args.get("Concrete Inputs")
-    if isinstance(given, list) and len(given) > 2 and str(given[2]).isdigit():
+    if isinstance(given, list) and len(given) > 2 and _RANK_TEXT.fullmatch(str(given[2])):
         return int(given[2])
     return -1
 

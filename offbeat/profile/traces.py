@@ -4,6 +4,7 @@ Files of other programs (Kineto's) are read by `offbeat.profile.kineto`. A file 
 notes and the other ranks are still analysed.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,16 @@ import numpy as np
 import orjson
 
 from offbeat.errors import OffbeatError
+from offbeat.graph.model import ITEM_BYTES
 from offbeat.profile.align import Alignment, clock_offsets, communication_events
-from offbeat.timeline import COMPUTE, NETWORK, Builder, Kind, Timeline
+from offbeat.timeline import COMPUTE, KINDS, NETWORK, Builder, Kind, Timeline
+from offbeat.units import quote
 
 MAX_LINE_BYTES = 64 * 2**20
+MOST_RANKS = 16_384
+MOST_SECONDS = 1e10
+"""No clock has run for longer: three hundred years."""
+MOST_DRIFT_PPM = 1e5
 
 
 Tick = tuple[int, float, float]
@@ -97,7 +104,8 @@ def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]
         raise OffbeatError(f"{folder}: two traces are of the same rank {max(ranks, key=ranks.count)}")
     missing = sorted(set(range(traces[0].world)) - set(ranks))
     if missing:
-        notes.append(f"{folder}: of {traces[0].world} ranks, {', '.join(map(str, missing))} left no readable trace")
+        shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
+        notes.append(f"{folder}: of {traces[0].world} ranks, {shown} left no readable trace")
     notes += [note for trace in traces for note in trace.notes]
     return sorted(traces, key=lambda trace: trace.rank), notes
 
@@ -114,33 +122,79 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
         raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': 1")
     notes: list[str] = []
     try:
-        steps, collectives, ticks = [], [], []
+        modules, gradients = tuple(map(str, header["modules"])), tuple(map(str, header["gradients"]))
+        parameters = tuple((str(n), _shape(s), str(d)) for n, s, d in header["parameters"])
+        _check_gradients(gradients, parameters)
+        world = _whole(header["world"], MOST_RANKS)
+        steps: list[dict[str, Any]] = []
+        collectives: list[Collective] = []
+        ticks: list[tuple[Tick, ...]] = []
         for line in lines:
             if line is None:
                 notes.append(f"{path}: the last line is cut off; its step is left out")
                 break
+            if not isinstance(line, dict):
+                raise ValueError(f"the line {quote(line)} is not a mapping")
             if "clock" in line:
-                ticks.append(tuple((int(peer), float(begin), float(end)) for peer, begin, end in line["clock"]))
+                ticks.append(tuple((_whole(peer), _time(begin), _time(end)) for peer, begin, end in line["clock"]))
                 continue
-            collectives += [Collective(*row) for row in line.get("late", line.get("communication", ()))]
+            rows: Any = line.get("late", line.get("communication", ()))
+            collectives += [_collective(*row) for row in rows]
             if "late" not in line and line["complete"]:
                 steps.append(line)
         return RankTrace(
             path=path,
-            rank=int(header["rank"]),
-            world=int(header["world"]),
+            rank=_whole(header["rank"], world),
+            world=world,
             job=str(header["job"]),
             machine=str(header["machine"]),
-            modules=tuple(map(str, header["modules"])),
-            parameters=tuple((str(n), tuple(map(int, s)), str(d)) for n, s, d in header["parameters"]),
-            gradients=tuple(map(str, header["gradients"])),
-            steps=_steps(steps, collectives),
+            modules=modules,
+            parameters=parameters,
+            gradients=gradients,
+            steps=_steps(steps, collectives, len(modules), len(gradients)),
             # One end of the recording says nothing of how clocks drift.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
             notes=tuple(notes),
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: {type(error).__name__}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:160]
+        raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: {type(error).__name__}: {said}") from None
+
+
+def _whole(value: Any, most: int = 2**31) -> int:
+    """A number from 0 to below `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < most:
+        raise ValueError(f"{quote(value)} is not a whole number from 0 to {most - 1}")
+    return value
+
+
+def _time(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < MOST_SECONDS:
+        raise ValueError(f"{quote(value)} is not a time in seconds")
+    return float(value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = tuple(_whole(size, 2**40) for size in value)
+    if len(shape) > 64 or math.prod(shape) >= 2**60:
+        raise ValueError(f"{quote(value)} is not a tensor's shape")
+    return shape
+
+
+def _check_gradients(gradients: tuple[str, ...], parameters: tuple[tuple[str, tuple[int, ...], str], ...]) -> None:
+    dtypes = {name: dtype for name, _, dtype in parameters}
+    for name in gradients:
+        if name not in dtypes:
+            raise ValueError(f"the gradient {quote(name)} is of no parameter")
+        if dtypes[name] not in ITEM_BYTES:
+            raise ValueError(f"{quote(dtypes[name])} is not a type of a gradient's elements")
+
+
+def _collective(
+    task: Any, kind: Any, name: Any, size: Any, ranks: Any, queued: Any, issued: Any, finished: Any
+) -> Collective:
+    times = (_time(queued), _time(issued), _time(finished))
+    return Collective(_whole(task), str(kind), str(name), _whole(size, 2**60), _whole(ranks), *times)
 
 
 def _lines(path: Path) -> Iterator[Any]:
@@ -159,30 +213,37 @@ def _lines(path: Path) -> Iterator[Any]:
         raise OffbeatError(f"{path}: cannot read the trace: {error.strerror}") from None
 
 
-def _steps(lines: list[dict[str, Any]], collectives: list[Collective]) -> tuple[Step, ...]:
+def _steps(
+    lines: list[dict[str, Any]], collectives: list[Collective], modules: int, gradients: int
+) -> tuple[Step, ...]:
     collectives.sort(key=lambda collective: collective.queued)
     queued = np.array([collective.queued for collective in collectives])
-    steps = []
+    steps: list[Step] = []
     for line in lines:
-        begin, end = float(line["begin"]), float(line["end"])
+        begin, end = _time(line["begin"]), _time(line["end"])
         low, high = np.searchsorted(queued, (begin, end))
-        local = [(kind, tuple(m), float(a), float(b)) for kind, m, a, b in line["local"]]
+        local = [(kind, tuple(map(_whole, m)), _time(a), _time(b)) for kind, m, a, b in line["local"]]
+        unknown = [kind for kind, _, _, _ in local if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"{quote(unknown[0])} is not a kind of work")
         began = [start for kind, _, start, _ in local if kind == "forward"]
         steps.append(
             Step(
-                number=int(line["step"]),
+                number=_whole(line["step"]),
                 begin=begin,
                 end=end,
-                forward=tuple((int(m), float(a), float(b)) for m, a, b in line["forward"]),
+                forward=tuple((_whole(m, modules), _time(a), _time(b)) for m, a, b in line["forward"]),
                 forward_begin=began[0] if began else begin,
-                forward_end=float(line["forward_end"]),
-                backward=tuple((int(p), float(t)) for p, t in line["backward"]),
+                forward_end=_time(line["forward_end"]),
+                backward=tuple((_whole(p, gradients), _time(t)) for p, t in line["backward"]),
                 local=tuple(span for span in local if span[0] != "forward"),
                 communication=tuple(collectives[low:high]),
             )
         )
         if not end >= begin:
             raise ValueError(f"step {line['step']} ends at {end} before it begins at {begin}")
+        if len(steps) > 1 and steps[-1].number <= steps[-2].number:
+            raise ValueError(f"step {steps[-1].number} comes after step {steps[-2].number}")
     return tuple(steps)
 
 
@@ -226,13 +287,19 @@ def _compared_clocks(traces: list[RankTrace]) -> Alignment:
         found = []
         for there, here in zip(traces[0].ticks, trace.ticks, strict=True):
             mine = [(begin, end) for peer, begin, end in there if peer == trace.rank]
-            pairs = zip(mine, here, strict=False)
+            pairs = list(zip(mine, here, strict=False))
+            if not pairs:
+                raise OffbeatError(
+                    f"{trace.path}: rank 0 exchanged no message with rank {trace.rank} to compare clocks"
+                )
             took, ahead = min((end - begin, at - (begin + end) / 2) for (begin, end), (_, at, _) in pairs)
             found.append(ahead)
             unsure = max(unsure, took / 2)
         same = trace.machine == traces[0].machine
         offset.append(0.0 if same else sum(found) / 2)
         drift.append(0.0 if same else (found[1] - found[0]) / span * 1e6)
+        if not abs(drift[-1]) < MOST_DRIFT_PPM:
+            raise OffbeatError(f"{trace.path}: its clock gains {drift[-1]:g} us a second on rank 0's, which none does")
     return Alignment(
         ranks=tuple(trace.rank for trace in traces),
         reference_seconds=reference,
@@ -301,7 +368,8 @@ def _add_step(builder: Builder, trace: RankTrace, step: Step, zero: float) -> No
 def forward_spans(step: Step) -> Iterator[tuple[int, float, float]]:
     """(module, start, end): from when a module may begin until the next one is reached."""
     reached = [start for _, start, _ in step.forward[1:]] + [step.forward_end]
-    for (module, _, begun), end in zip(step.forward, reached, strict=True):
+    # A step need not call any module.
+    for (module, _, begun), end in zip(step.forward, reached, strict=False):
         yield module, begun, max(begun, end)
 
 

@@ -103,7 +103,10 @@ class Channel:
             return self.group._reduce_scatter_base(output, tensor)
 
     def close(self) -> None:
-        self.group.shutdown()
+        """Ends the group's threads and connections, which takes the last reference to it, not only its shutdown."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.shutdown()
 
 
 class _ExchangeAndSum:

@@ -5,6 +5,7 @@ Model and optimizer stay the user's objects: only their classes gain a mixin, so
 """
 
 import copy
+import gc
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from offbeat.runtime.stale import StaleParcel, StaleServerParcel
 from offbeat.runtime.updates import elementwise, per_variable
 
 log = logging.getLogger("offbeat")
+_COUNTED = "_wrapped_by_lr_sched"
+"""How torch's schedulers mark the step() that they count by."""
 
 _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 _generation = 0
@@ -167,6 +170,9 @@ class Runtime:
         scatter_state(self.engine, state)
         self.engine.step_hooks.append(self._after_first_step)
         self._after_first_step()
+        del old, gate
+        # An engine refers to itself through its hooks, and its buffers are as large as the model.
+        gc.collect()
 
     def _receive_buffers(self) -> None:
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
@@ -189,6 +195,7 @@ class Runtime:
         for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
             target._offbeat = self
             target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
+        _keep_counting(self.optimizer)
         self._handles = [
             self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
             self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
@@ -301,6 +308,22 @@ def _deferral_obstacle(model: torch.nn.Module, optimizer: Optimizer, optimizer_c
     if any(hasattr(module, "_orig_mod") for module in model.modules()):
         return "the model is compiled"
     return ""
+
+
+def _keep_counting(optimizer: Optimizer) -> None:
+    """Gives an optimizer that a learning-rate scheduler counts the steps of a step() that both know.
+
+    The scheduler has put the plain class's step() on the optimizer itself, where it would hide Offbeat's.
+    """
+    if not hasattr(vars(optimizer).get("step"), _COUNTED):
+        return
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined] # what the scheduler looks at
+        return type(optimizer).step(optimizer, *arguments, **options)
+
+    setattr(step, _COUNTED, True)
+    vars(optimizer)["step"] = step
 
 
 def _check_optimizer(plan: Plan, optimizer_class: type[Optimizer]) -> None:

@@ -8,6 +8,7 @@ variable a line group, so that a diff of two strategies reads well.
 
 import json
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from offbeat import files
 from offbeat.errors import StrategyError
+from offbeat.units import quote
 
 FORMAT: Final = 1
 
@@ -30,6 +32,10 @@ Synchronizer = Literal[
 EncoderName = Literal["none", "fp16", "bf16", "topk", "randomk", "sign", "int8", "powersgd"]
 Rank = Annotated[int, Field(ge=0)]
 SERVERS = ("parameter_server", "sparse_parameter_server")
+
+
+def _list(values: Iterable[int]) -> str:
+    return quote(list(values))
 
 
 class _Frozen(BaseModel):
@@ -96,9 +102,9 @@ class Shard(_Frozen):
     def _fields_fit(self) -> "Shard":
         kind = self.synchronizer
         if kind in SERVERS and len(self.placement) != 1:
-            raise StrategyError(f"a {kind} shard is placed on one rank, its owner, not on {list(self.placement)}")
+            raise StrategyError(f"a {kind} shard is placed on one rank, its owner, not on {_list(self.placement)}")
         if self.stations and kind != "parameter_server":
-            raise StrategyError(f"stations {list(self.stations)} belong to a parameter_server shard, not to {kind}")
+            raise StrategyError(f"stations {_list(self.stations)} belong to a parameter_server shard, not to {kind}")
         if self.asynchronous and (kind != "parameter_server" or self.staleness):
             raise StrategyError(f"an asynchronous shard needs a parameter_server without staleness, not {kind}")
         if self.staleness and kind not in ("all_reduce", "parameter_server"):
@@ -114,7 +120,7 @@ class Shard(_Frozen):
         for field in ("placement", "stations", "reduction_order"):
             ranks = getattr(self, field)
             if len(set(ranks)) != len(ranks):
-                raise StrategyError(f"{field} {list(ranks)} names a rank twice")
+                raise StrategyError(f"{field} {_list(ranks)} names a rank twice")
         return self
 
     @property
@@ -138,7 +144,7 @@ class VariableConfig(_Frozen):
         count = self.shard_count
         if len(self.shards) not in (1, count):
             raise StrategyError(
-                f"partition {list(self.partition)} makes {count} shards, but {len(self.shards)} are given"
+                f"partition {_list(self.partition)} makes {count} shards, but {len(self.shards)} are given"
             )
         if self.cuts:
             if len(self.cuts) != len(self.partition):
@@ -149,7 +155,7 @@ class VariableConfig(_Frozen):
                 if len(cuts) != parts - 1:
                     raise StrategyError(f"axis {axis} is cut {len(cuts)} times, {parts} shards need {parts - 1} cuts")
                 if any(a >= b for a, b in pairwise(cuts)):
-                    raise StrategyError(f"cuts {list(cuts)} of axis {axis} make overlapping shards; they must ascend")
+                    raise StrategyError(f"cuts {_list(cuts)} of axis {axis} make overlapping shards; they must ascend")
         if len({(shard.staleness, shard.asynchronous) for shard in self.shards}) > 1:
             raise StrategyError("the shards of a variable must agree on staleness and asynchronous")
         return self
@@ -229,7 +235,7 @@ class OperatorConfig(_Frozen):
         for tensor_map in self.inputs + self.outputs:
             used = [axis for axis in tensor_map if axis >= 0]
             if len(set(used)) != len(used) or any(axis >= len(self.mesh) for axis in used):
-                raise StrategyError(f"tensor map {list(tensor_map)} does not fit mesh {list(self.mesh)}")
+                raise StrategyError(f"tensor map {_list(tensor_map)} does not fit mesh {_list(self.mesh)}")
         return self
 
 
@@ -262,7 +268,7 @@ class Strategy(_Frozen):
     @model_validator(mode="after")
     def _fields_fit(self) -> "Strategy":
         if len(set(self.replicas)) != len(self.replicas):
-            raise StrategyError(f"replicas {list(self.replicas)} name a rank twice")
+            raise StrategyError(f"replicas {_list(self.replicas)} name a rank twice")
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
             raise StrategyError(f"{len(self.weights)} weights are given for {len(self.replicas)} replicas")
         return self
@@ -282,13 +288,15 @@ class Strategy(_Frozen):
     @classmethod
     def from_json(cls, content: bytes | str, origin: str = "strategy") -> "Strategy":
         """Validates everything; the error names `origin`, the field and the value."""
+        files.check_values(content, origin, "strategy")
         try:
             data = json.loads(content)
         except (ValueError, RecursionError) as error:
             detail = " ".join(str(error).split())[:160]
             raise StrategyError(f"{origin}: not a strategy: it is not valid JSON ({detail})") from None
         if isinstance(data, dict) and data.get("format") not in (FORMAT, None):
-            raise StrategyError(f"{origin}: format: {data['format']!r} is not a format this Offbeat reads ({FORMAT})")
+            given = quote(data["format"])
+            raise StrategyError(f"{origin}: format: {given} is not a format this Offbeat reads ({FORMAT})")
         try:
             return cls.model_validate(data)
         except ValidationError as error:

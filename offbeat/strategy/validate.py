@@ -6,6 +6,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.model import SERVERS, Shard, Strategy, VariableConfig
+from offbeat.units import quote
 
 _SPARSE = ("sparse_all_gather", "sparse_parameter_server")
 
@@ -21,13 +22,13 @@ def check_fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> N
     modules = _module_paths(graph)
     for path in (*strategy.recompute, *(path for region in strategy.fusion for path in region)):
         if path not in modules:
-            raise StrategyError(f"the model has no module {path!r} to recompute or fuse")
+            raise StrategyError(f"the model has no module {quote(path)} to recompute or fuse")
     for name in strategy.operators:
         if name not in graph.operator_index:
-            raise StrategyError(f"operators: the model has no operator {name!r}")
+            raise StrategyError(f"operators: the model has no operator {quote(name)}")
     for name, config in strategy.variables.items():
         if name not in graph.variable_index:
-            raise StrategyError(f"variables: the model {graph.name!r} has no trainable variable {name!r}")
+            raise StrategyError(f"variables: the model {graph.name!r} has no trainable variable {quote(name)}")
         _check_variable(graph.variable(name), config, replicas, cluster)
 
 

@@ -143,19 +143,25 @@ def two_backwards(strategy: str, forwards_first: bool) -> dict[str, Any]:
     return _compare(step, strategy=strategy)
 
 
-def groups_and_schedule(strategy: str, each_step: bool) -> dict[str, Any]:
-    """Two parameter groups with their own rates, and a scheduler that changes them."""
+def groups_and_schedule(strategy: str, each_step: bool, before: bool = False) -> dict[str, Any]:
+    """Two parameter groups with their own rates, and a scheduler that changes them, made before distribute() or after."""
     schedulers: dict[int, StepLR] = {}
 
     def optimize(model: nn.Module) -> torch.optim.Optimizer:
         weights = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": weights, "lr": 0.2, "weight_decay": 0.01}, {"params": others, "lr": 0.03}]
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if before:
+            schedule(optimizer)
+        return optimizer
+
+    def schedule(optimizer: torch.optim.Optimizer) -> None:
+        schedulers[id(optimizer)] = StepLR(optimizer, step_size=1 if each_step else 2, gamma=0.5)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, number: int) -> None:
         if id(optimizer) not in schedulers:
-            schedulers[id(optimizer)] = StepLR(optimizer, step_size=1 if each_step else 2, gamma=0.5)
+            schedule(optimizer)
         _plain(model, optimizer, loss, number)
         schedulers[id(optimizer)].step()
 

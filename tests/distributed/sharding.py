@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import frontiers
 import small_models
 import torch
 import torch.distributed as dist
@@ -186,6 +187,11 @@ def checkpointed(name: str, kind: str, seed: int, directory: str) -> dict[str, f
         "losses": max(abs(a - b) for a, b in zip(mine, losses, strict=True)),
         "weights": _distance(model.state_dict(), weights),
     }
+
+
+def frontier_points(name: str, count: int) -> dict[str, Any]:
+    """Strategies that the frontier's search made, and how far training with them is from a single device."""
+    return frontiers.run_points(name, count)
 
 
 class Noisy(nn.Module):

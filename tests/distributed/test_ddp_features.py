@@ -117,6 +117,11 @@ def test_parameter_groups_and_schedulers(pools: Pools, strategy: str, each_step:
     check(pools(2).call("groups_and_schedule", strategy=strategy, each_step=each_step))
 
 
+@pytest.mark.parametrize("strategy", NAMES)
+def test_schedulers_that_are_older_than_the_job(pools: Pools, strategy: str) -> None:
+    check(pools(2).call("groups_and_schedule", strategy=strategy, each_step=True, before=True))
+
+
 @pytest.mark.parametrize("how", ["optimizer", "zeros", "model", "model_zeros", "by_hand"])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 @pytest.mark.parametrize("strategy", ["overlap", "ps", "sharded"])

@@ -1,20 +1,30 @@
 """Trials in processes of their own: how they end is recorded, and a search with them finds a strategy."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tuning_targets
 
+import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
+from offbeat.search.auto.launch import LocalRanks
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.store import TrialStore
-from offbeat.search.auto.trials import LocalRanks, TrialOptions, TrialRunner
+from offbeat.search.auto.trials import TrialOptions, TrialRunner
 from offbeat.search.auto.tune import Options, tune
 from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
 
 CLUSTER = ClusterSpec.local(2)
 SHORT = TrialOptions(warm_up=2, timed=4, early_steps=2, timeout_seconds=60, batch=4)
+PATIENT = replace(SHORT, stop_ratio=None)
+"""On a machine with other work any trial may seem slow."""
 SCRIPT = """
 import sys
 import torch
@@ -92,7 +102,7 @@ def test_a_refused_strategy_does_not_cost_the_next(graph):
 def test_a_script_is_tuned_as_it_is(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    here = TrialRunner(LocalRanks(2), str(script), ("3", "1000"), SHORT)
+    here = TrialRunner(LocalRanks(2), str(script), ("3", "1000"), PATIENT)
     graph = here.discover()
     with TrialStore(tmp_path / "t.sqlite") as store:
         options = Options(trials=2, guide="replay", candidates=10, per_round=2)
@@ -104,6 +114,40 @@ def test_a_script_is_tuned_as_it_is(tmp_path: Path):
     (ended,) = short.run(graph, CLUSTER, [result.strategy])
     assert ended.status == "refused"
     assert "the script ended after 1 of 4 timed steps" in ended.error
+
+
+def test_the_verb_tunes_a_function_and_resumes(tmp_path: Path):
+    settings = {"store": tmp_path / "t.sqlite", "trial_options": PATIENT}
+    options = Options(guide="replay", candidates=10)
+    first = offbeat.tune(tuning_targets.build, trials=2, options=options, **settings)
+    assert [trial.status for trial in first.trials] == ["done", "done"]
+    assert first.strategy in [trial.strategy for trial in first.trials]
+    with pytest.raises(OffbeatError, match="has 3 devices for 2 ranks"):
+        offbeat.tune(tuning_targets.build, cluster=ClusterSpec.local(3), **settings)
+    second = offbeat.tune(tuning_targets.build, trials=3, resume=True, options=options, **settings)
+    assert second.search == first.search
+    assert [trial.strategy for trial in second.trials[:2]] == [trial.strategy for trial in first.trials]
+    assert len({trial.strategy.digest for trial in second.trials}) == 3
+
+
+def test_ranks_end_with_the_search_that_started_them(tmp_path: Path):
+    code = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from offbeat.search.auto.launch import LocalRanks
+from offbeat.search.auto.trials import TrialOptions, TrialRunner
+TrialRunner(LocalRanks(1), "tuning_targets:wait", ({str(tmp_path / "pid")!r},), TrialOptions(1, 1)).discover()
+"""
+    search = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    rank = int((tmp_path / "pid").read_text())
+    search.send_signal(signal.SIGKILL)
+    search.wait()
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{rank}").exists()
 
 
 def test_trials_run_on_an_emulated_cluster(emulated_cluster, graph):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,3 +30,11 @@ class _Faulty(torch.nn.Module):
 
 def build(fault: str = "") -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return _Faulty(fault), (torch.randn(4, 32),)
+
+
+def wait(path: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """Says which process it is, and never returns."""
+    Path(f"{path}.new").write_text(str(os.getpid()))
+    Path(f"{path}.new").rename(path)
+    time.sleep(600)
+    raise AssertionError("somebody should have ended this")

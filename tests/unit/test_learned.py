@@ -11,10 +11,11 @@ from tuning_cases import CLUSTER, GRAPH, HIDDEN
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.search.auto.sampler import Sampler
-from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, encode
+from offbeat.simulate.learned.features import NODE_NAMES, WHAT_IFS, WHOLE_NAMES, encode
 from offbeat.simulate.learned.models import Attention, collate, make_model
 from offbeat.simulate.learned.ranking import Samples, Schedule, Simulator, pairwise_loss
 from offbeat.simulate.predict import simulate
+from offbeat.strategy import build_strategy
 
 KINDS = ("linear", "rnn", "gat", "combined")
 QUICK = Schedule(epochs=25, learning_rate=5e-3, decay_epochs=(15,))
@@ -82,6 +83,24 @@ def test_attention_weights_are_a_softmax_over_the_edges_into_a_node():
     torch.testing.assert_close(found[0], expected)
     isolated = torch.nn.functional.elu(values[3].flatten() + layer.skip(nodes[3]))
     torch.testing.assert_close(found[3], isolated)
+
+
+def test_sensitivities_say_what_a_plan_depends_on():
+    by_servers, by_all = (
+        encode(lower(GRAPH, CLUSTER, build_strategy(name, GRAPH, CLUSTER)), replay=True)
+        for name in ("ps_load_balanced", "all_reduce")
+    )
+    first = WHOLE_NAMES.index("if_calls")
+    calls, servers, collectives, disturbance, updates = range(first, first + len(WHAT_IFS))
+    assert by_servers.whole[servers] > 0.1
+    assert by_servers.whole[collectives] == 0
+    assert by_all.whole[servers] == 0
+    assert by_all.whole[collectives] > 0.1
+    for plan in (by_servers, by_all):
+        assert min(plan.whole[[calls, disturbance, updates]]) >= 0
+        assert plan.whole[calls] > 0
+    plain = encode(lower(GRAPH, CLUSTER, build_strategy("all_reduce", GRAPH, CLUSTER)))
+    assert not plain.whole[first:].any(), "models without the replayer must not see it"
 
 
 def test_the_loss_asks_for_the_order():

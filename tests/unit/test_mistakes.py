@@ -180,7 +180,8 @@ def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
         _, errors = job.communicate(timeout=60)
     finally:
         job.kill()
-    assert job.returncode in (0, 1, 130), errors
+    # Ended by the signal itself, as shells expect it of a program that was interrupted while it still loaded.
+    assert job.returncode in (0, 1, 130, -signal.SIGINT), errors
     assert "Traceback" not in errors
-    if job.returncode == 130:
+    if job.returncode not in (0, 1):
         assert "interrupted" in errors

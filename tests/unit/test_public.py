@@ -26,6 +26,7 @@ SCHEMAS: dict[str, Any] = {
 NAMES = [
     "ClusterSpec",
     "ModelGraph",
+    "Monitor",
     "OffbeatError",
     "Plan",
     "Recorder",
@@ -34,6 +35,7 @@ NAMES = [
     "build_strategy",
     "builders",
     "capture",
+    "ddp_kwargs",
     "distribute",
     "emulate",
     "find_frontier",
@@ -42,6 +44,7 @@ NAMES = [
     "register_builder",
     "simulate",
     "transfer",
+    "tune",
     "zoo",
 ]
 COMMANDS = [
@@ -53,6 +56,7 @@ COMMANDS = [
     "profile",
     "replay",
     "calibrate",
+    "report",
     "optimize",
     "run",
     "emulate",
@@ -60,6 +64,7 @@ COMMANDS = [
     "doctor",
     "tune",
     "trials",
+    "view",
 ]
 
 

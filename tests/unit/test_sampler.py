@@ -11,8 +11,9 @@ from strategies import Layer, Weight, make_graph, random_graphs
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
+from offbeat.search.auto.neighbours import draft_of, vary
 from offbeat.search.auto.sampler import Sampler, Space, balance_loads, merge_adjacent
-from offbeat.strategy import build_strategy
+from offbeat.strategy import Shard, VariableConfig, build_strategy
 from offbeat.strategy.model import SERVERS
 
 
@@ -51,7 +52,7 @@ def test_every_draw_and_every_neighbour_lowers(graph, seed, devices):
     sampler = Sampler(graph, here, seed, Space(small_bytes=16, large_bytes=256, sharded_share=0.2))
     for strategy in sampler.sample(3):
         lower(graph, here, strategy)
-        for neighbour in sampler.vary(strategy, 2):
+        for neighbour in vary(sampler, strategy, 2):
             assert neighbour.digest != strategy.digest
             lower(graph, here, neighbour)
 
@@ -59,8 +60,32 @@ def test_every_draw_and_every_neighbour_lowers(graph, seed, devices):
 def test_neighbours_of_builders_lower():
     graph, here = chain(), cluster(devices=2)
     for name in ("ddp", "overlap", "partitioned_ps", "hierarchical_ps", "uneven_partitioned_ps", "parallax"):
-        for neighbour in Sampler(graph, here, 0).vary(build_strategy(name, graph, here), 4):
+        for neighbour in vary(Sampler(graph, here, 0), build_strategy(name, graph, here), 4):
             lower(graph, here, neighbour)
+
+
+def test_neighbours_keep_what_they_do_not_change():
+    """A group that no draw would make, of the first and the last layer, survives in neighbours of its strategy."""
+    graph, here = chain(), cluster()
+    strategy = build_strategy("overlap", graph, here, bucket="300KiB")
+    odd = strategy.model_copy(
+        update={
+            "variables": {
+                name: VariableConfig(shards=(Shard(group=0),)) if name[:2] in ("l0", "l7") else VariableConfig()
+                for name in strategy.variables
+            }
+        }
+    )
+    sampler = Sampler(graph, here, 0)
+    assert sampler.complete(draft_of(sampler, odd)).variables == odd.variables
+    near = vary(sampler, odd, 40)
+    same = [s for s in near if s.variables == odd.variables]
+    assert same, "some change the schedule alone"
+    assert all(s.schedule != odd.schedule for s in same)
+    counts = [len({c.shards[0].group for c in s.variables.values()}) for s in near if s.schedule == odd.schedule]
+    assert min(counts) < max(counts)
+    served = build_strategy("ps_load_balanced", graph, here)
+    assert sampler.complete(draft_of(sampler, served)).variables == served.variables
 
 
 def test_size_thresholds_rule_partitioning():

@@ -2,6 +2,7 @@
 
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -137,3 +138,25 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path):
         assert writer.returncode == 0
     with TrialStore(path) as store:
         assert len(store.trials()) == 180
+
+
+def test_a_store_of_an_earlier_format_is_taken_over_and_a_later_one_refused(tmp_path):
+    path = tmp_path / "t.sqlite"
+    with TrialStore(path) as store:
+        store.add(GRAPH, CLUSTER, trial(0))
+        store.save_state(GRAPH, CLUSTER, "rnn", b"first")
+        store.save_state(GRAPH, CLUSTER, "rnn", b"second")
+        assert store.load_state(GRAPH.digest, CLUSTER.digest, "rnn") == b"second"
+        assert store.load_state(GRAPH.digest, OTHER.digest, "rnn") is None
+    with sqlite3.connect(path) as raw:
+        raw.execute("DROP TABLE simulators")
+        raw.execute("PRAGMA user_version = 1")
+    raw.close()
+    with TrialStore(path) as store:
+        assert len(store.trials()) == 1
+        assert store.load_state(GRAPH.digest, CLUSTER.digest, "rnn") is None
+    with sqlite3.connect(path) as raw:
+        raw.execute("PRAGMA user_version = 99")
+    raw.close()
+    with pytest.raises(OffbeatError, match="format 99 is not one this Offbeat reads"):
+        TrialStore(path)

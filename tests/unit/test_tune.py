@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tuning_cases import CLUSTER, GRAPH, HIDDEN, run
 
-from offbeat.cluster import ClusterSpec
+from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.search.auto.guide import Guide
+from offbeat.search.auto.neighbours import vary
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.select import (
     diverse_pick,
@@ -29,6 +30,7 @@ from offbeat.search.auto.select import (
     fidelity_level,
     ranking_accuracy,
 )
+from offbeat.search.auto.session import target_name
 from offbeat.search.auto.store import Trial, TrialStore
 from offbeat.search.auto.tune import Options, tune
 from offbeat.simulate.learned.ranking import Schedule, Simulator
@@ -106,7 +108,7 @@ def test_the_pick_trades_time_for_difference():
 
 def test_similarity_by_expression_and_by_embedding():
     first, second = Sampler(GRAPH, CLUSTER, 0).sample(2)
-    near = Sampler(GRAPH, CLUSTER, 0).vary(first, 1)[0]
+    near = vary(Sampler(GRAPH, CLUSTER, 0), first, 1)[0]
     assert expression_similarity(first, first) == 1.0
     assert expression_similarity(first, second) == expression_similarity(second, first) < 1.0
     assert expression_similarity(first, near) > expression_similarity(first, second)
@@ -223,6 +225,64 @@ def test_a_later_search_starts_from_the_store(tmp_path):
     assert helped.best.seconds <= alone.best.seconds
 
 
+def test_the_simulator_of_a_search_is_where_the_next_one_begins(tmp_path):
+    options = Options(trials=12, guide="combined", candidates=12, schedule=SHORT)
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        first = tune(GRAPH, CLUSTER, run, options, store=store)
+        state = store.load_state(GRAPH.digest, CLUSTER.digest, "combined")
+        assert first.simulator is not None
+        assert state == first.simulator.to_bytes()
+        begun = []
+        tune(
+            GRAPH,
+            CLUSTER,
+            run,
+            replace(options, trials=1, search="next"),
+            store=store,
+            on_progress=lambda progress: begun.append(progress.trial.predicted_seconds),
+        )
+        guide = Guide("combined", GRAPH, CLUSTER)
+        assert guide.restore(state)
+        assert not guide.restore(b"something else")
+        assert not Guide("autosync", GRAPH, CLUSTER).restore(state), "a model of another kind"
+    assert begun[0] is not None
+
+
+def test_measured_collectives_set_the_coefficients_of_the_predefined_model():
+    assert Guide("predefined", GRAPH, CLUSTER).coefficients is None
+    sizes = (2**10, 2**16, 2**20)
+    table = CollectiveTable(
+        collective="all_reduce",
+        groups=((0, 1, 2, 3),),
+        sizes_bytes=sizes,
+        seconds=tuple(4e-3 + size * 1.2e-7 for size in sizes),
+    )
+    measured = CLUSTER.model_copy(update={"tables": (table,)})
+    guide = Guide("predefined", GRAPH, measured)
+    assert guide.coefficients is not None
+    assert guide.coefficients.phi_seconds == pytest.approx(1e-3, rel=0.1), "four participants share 4 ms"
+    strategy = build_strategy("all_reduce", GRAPH, measured).model_copy(update={"cluster": ""})
+    assert guide.predict([strategy])[0] > Guide("predefined", GRAPH, CLUSTER).predict([strategy])[0]
+
+
+def test_functions_are_known_to_trials_by_name(monkeypatch):
+    assert target_name("train.py") == "train.py"
+    assert target_name(Path("a/train.py")) == "a/train.py"
+    assert target_name(build_strategy) == f"{build_strategy.__module__}:build_strategy"
+    with pytest.raises(OffbeatError, match="not a function at the top of a module"):
+        target_name(lambda: None)
+
+    def build():
+        raise AssertionError("it is named, not called")
+
+    build.__qualname__, build.__module__ = "build", "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/jobs/train_it.py", raising=False)
+    assert target_name(build) == "train_it:build"
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(OffbeatError, match="interactive session"):
+        target_name(build)
+
+
 def test_time_limits_are_kept():
     result = tune(GRAPH, CLUSTER, run, Options(trials=500, guide="replay", candidates=6, time_limit_seconds=0.5))
     assert 0 < len(result.trials) < 500
@@ -231,6 +291,8 @@ def test_time_limits_are_kept():
 def test_bad_options_are_refused():
     with pytest.raises(OffbeatError, match="trials: 0 is not at least 1"):
         Options(trials=0)
+    with pytest.raises(OffbeatError, match="guide: 'luck' is not one of"):
+        Options(guide="luck")  # type: ignore[arg-type]
     with pytest.raises(OffbeatError, match="similarity: 'taste'"):
         Options(similarity="taste")
     with pytest.raises(OffbeatError, match="guide: 'luck' is not one of"):

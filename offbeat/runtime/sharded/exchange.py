@@ -6,9 +6,10 @@ lacks from those, so every element has one source, and an all-gather, an all-to-
 mesh axes is one message per pair of ranks: the shortest path of collectives with its steps fused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,8 @@ def plan_exchange(shape: tuple[int, ...], have: Layout, need: Layout, fine: tupl
     return Exchange(after[rank].sizes, tuple(sends), tuple(receives), local)
 
 
-def exchange(local: Tensor, plan: Exchange, rank: int) -> Tensor:
-    """This rank's new part; every rank must call it."""
+def exchange(local: Tensor, plan: Exchange, rank: int, swap: Callable[..., Any] | None = None) -> Tensor:
+    """This rank's new part; every rank must call it. `swap` stands in for torch's exchange of buffers."""
     if plan.local:
         region = plan.sends[rank]
         # A copy, so that the rest of the old part can be freed.
@@ -68,7 +69,7 @@ def exchange(local: Tensor, plan: Exchange, rank: int) -> Tensor:
     received = [0 if region is None else _elements(region) for region in plan.receives]
     incoming = local.new_empty(sum(received))
     width = local.element_size()
-    dist.all_to_all_single(
+    (swap or dist.all_to_all_single)(
         # As bytes, because not every backend knows every element type.
         incoming.view(torch.uint8),
         outgoing.view(torch.uint8),

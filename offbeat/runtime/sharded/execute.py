@@ -7,7 +7,7 @@ operator itself on parts.
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from offbeat.runtime.sharded.calls import finish, run_part
 from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout
 from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, tensor_nodes
-from offbeat.runtime.sharded.randomness import SharedRandom
 from offbeat.runtime.sharded.rules import has_rule, is_random
 from offbeat.runtime.sharded.trace import Program
 
@@ -32,7 +31,9 @@ _noted: set[str] = set()
 class Executor:
     """Runs one program."""
 
-    def __init__(self, program: Program, splitting: Splitting, grid: Grid, random: SharedRandom) -> None:
+    def __init__(
+        self, program: Program, splitting: Splitting, grid: Grid, random: AbstractContextManager[None]
+    ) -> None:
         self.program = program
         self.splitting = splitting
         self.grid = grid
@@ -94,7 +95,8 @@ class Executor:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    # Not by its address, which all tensors of the meta device share.
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def _structured(value: Any, outputs: Sequence[Tensor]) -> Any:

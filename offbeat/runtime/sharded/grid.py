@@ -64,10 +64,7 @@ class Grid:
 
     def _sum(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> tuple[Tensor, Layout]:
         """Completes sums, already in parts where nothing else splits the tensor axis, else whole in one all-reduce."""
-        scattered = tuple(
-            wanted if axis == SUM and wanted not in have and need.count(wanted) == 1 and wanted >= 0 else axis
-            for axis, wanted in zip(have, need, strict=True)
-        )
+        scattered = scattered_sums(have, need)
         if scattered != have:
             terms = self.wrap(local.contiguous(), shape, have)
             local = terms.redistribute(placements=self.placements(scattered)).to_local()
@@ -101,6 +98,14 @@ class Grid:
         if layouts[0] == layouts[1] and (gradients[0] == gradients[1] or not local.requires_grad):
             return local
         return _Shift.apply(local, self, tuple(shape), layouts, gradients)
+
+
+def scattered_sums(have: Layout, need: Layout) -> Layout:
+    """`have` with those sums completed in parts whose tensor axis nothing else splits."""
+    return tuple(
+        wanted if axis == SUM and wanted not in have and need.count(wanted) == 1 and wanted >= 0 else axis
+        for axis, wanted in zip(have, need, strict=True)
+    )
 
 
 class _Shift(torch.autograd.Function):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.analytic import fit_coefficients
 from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
@@ -54,8 +55,10 @@ class Guide:
             raise OffbeatError(f"guide: {name!r} is not one of {', '.join(get_args(GuideName))}")
         self.name, self.graph, self.cluster, self.costs = name, graph, cluster, costs
         self.least_samples, self.schedule = least_samples, schedule or Schedule()
+        # φ and δ from the cluster's measured collectives, if it has any.
+        self.coefficients = fit_coefficients(cluster) if _measured(cluster) else None
         self.earlier: list[Samples] = []
-        self._known: dict[str, Encoded] = {}
+        self._known: dict[tuple[str, bool], Encoded] = {}
         kind = _LEARNS.get(name)
         if simulator is not None and simulator.kind != kind:
             raise OffbeatError(f"simulator: a {simulator.kind} model was given, guide {name!r} takes {kind or 'none'}")
@@ -75,14 +78,35 @@ class Guide:
         """Predictions come from a trained model by now."""
         return self.simulator is not None and self.simulator.trained_on > 0
 
+    def restore(self, state: bytes) -> bool:
+        """Takes over a stored model; False where it was trained on other features than this Offbeat's."""
+        from offbeat.simulate.learned.ranking import Simulator
+
+        try:
+            stored = Simulator.from_bytes(state, "stored simulator")
+        except OffbeatError:
+            return False
+        if self.simulator is None or stored.kind != self.simulator.kind:
+            return False
+        self.simulator = stored
+        return True
+
     def encode(self, strategies: Sequence[Strategy]) -> list[Encoded]:
-        """What the models see; each strategy is lowered once."""
+        """What the models see; each strategy is encoded once, with sensitivities only where a model reads them."""
+        what_ifs = self.name == "combined" and self.learned
+        return self._encode(strategies, what_ifs)
+
+    def _encode(self, strategies: Sequence[Strategy], what_ifs: bool) -> list[Encoded]:
         for strategy in strategies:
-            if strategy.digest not in self._known:
-                plan = lower(self.graph, self.cluster, strategy)
-                replay = self.name in ("replay", "combined")
-                self._known[strategy.digest] = encode(plan, replay=replay, costs=self.costs)
-        return [self._known[strategy.digest] for strategy in strategies]
+            if (strategy.digest, what_ifs) not in self._known:
+                self._known[strategy.digest, what_ifs] = encode(
+                    lower(self.graph, self.cluster, strategy),
+                    replay=self.name in ("replay", "combined"),
+                    what_ifs=what_ifs,
+                    costs=self.costs,
+                    coefficients=self.coefficients,
+                )
+        return [self._known[strategy.digest, what_ifs] for strategy in strategies]
 
     def predict(self, strategies: Sequence[Strategy]) -> NDArray[np.float64]:
         """Seconds of each; nan where nothing is predicted."""
@@ -106,7 +130,10 @@ class Guide:
             return 0
         other = Guide(self.name, graph, cluster)
         self.earlier.append(
-            Samples(other.encode([trial.strategy for trial in usable]), [trial.seconds or 0.0 for trial in usable])
+            Samples(
+                other._encode([trial.strategy for trial in usable], self.name == "combined"),
+                [trial.seconds or 0.0 for trial in usable],
+            )
         )
         return len(usable)
 
@@ -117,7 +144,7 @@ class Guide:
         usable = [trial for trial in trials if trial.usable]
         domains = list(self.earlier)
         if len(usable) >= 2:
-            encoded = self.encode([trial.strategy for trial in usable])
+            encoded = self._encode([trial.strategy for trial in usable], self.name == "combined")
             domains.append(Samples(encoded, [trial.seconds or 0.0 for trial in usable]))
         if sum(len(domain.plans) for domain in domains) < self.least_samples:
             return
@@ -128,6 +155,17 @@ class Guide:
         """Ranking accuracy of what was predicted before each of these trials."""
         shown = [(t.predicted_seconds, t.seconds) for t in trials if t.usable and t.predicted_seconds is not None]
         return ranking_accuracy([p for p, _ in shown if p], [s for _, s in shown if s]) if len(shown) > 1 else np.nan
+
+
+def _measured(cluster: ClusterSpec) -> bool:
+    """It has tables that φ and δ can be fitted to."""
+    return any(
+        len(table.groups) == 1
+        and len(table.groups[0]) > 1
+        and table.collective not in ("send", "all_to_all")
+        and any(seconds > 0 for seconds in table.seconds)
+        for table in cluster.tables
+    )
 
 
 def _shorter(first: Schedule, second: Schedule) -> Schedule:

@@ -7,10 +7,12 @@ strategies in turn. Without strategies nothing is distributed: each rank trains 
 graph and its compute times.
 """
 
+import ctypes
 import importlib
 import json
 import os
 import runpy
+import signal
 import statistics
 import sys
 import time
@@ -28,11 +30,12 @@ from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
 from offbeat.runtime.distribute import Runtime
+from offbeat.search.auto.launch import TASK
 from offbeat.strategy import Strategy
 
-TASK = "OFFBEAT_TRIAL_TASK"
-"""Variable that names the task file."""
 LEARNING_RATE = 1e-4
+_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of <linux/prctl.h>."""
 
 
 class _Ended(BaseException):
@@ -49,6 +52,8 @@ class Stopwatch:
         self.stopped = False
         self.finish: Callable[[], None] = lambda: None
         """Completes what the last step left on the wire."""
+        self.close: Callable[[], None] = lambda: None
+        """Gives back the groups and threads of this trial."""
 
     @property
     def steps(self) -> list[float]:
@@ -72,6 +77,7 @@ class Stopwatch:
 
 
 def main() -> None:
+    _end_with_parent()
     with open(os.environ[TASK], encoding="utf-8") as stream:
         task = json.load(stream)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -83,6 +89,12 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """A search that is killed cannot end its ranks, which would then slow down the one that resumes it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | None) -> None:
@@ -109,6 +121,8 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
         _report(task, {"status": "refused", "error": said, "steps": []})
     watch.finish()
     dist.barrier()
+    # What a trial leaves open would slow the next one in these processes down.
+    watch.close()
 
 
 def _join(task: dict[str, Any]) -> None:
@@ -121,13 +135,11 @@ def _join(task: dict[str, Any]) -> None:
 def _distribute(
     task: dict[str, Any], strategy: Strategy, watch: Stopwatch, model: torch.nn.Module, optimizer: Any
 ) -> None:
-    with open(task["graph"], "rb") as stream:
-        graph = ModelGraph.from_json(stream.read(), origin=task["graph"])
-    with open(task["cluster"], "rb") as stream:
-        cluster = ClusterSpec.model_validate_json(stream.read())
+    graph = ModelGraph.from_json(json.dumps(task["graph"]), origin=TASK)
+    cluster = ClusterSpec.model_validate_json(task["cluster"])
     plan = lower(graph, cluster, strategy, rank=dist.get_rank())
     runtime = Runtime(model, optimizer, plan, timedelta(seconds=task["timeout_seconds"]))
-    watch.finish = runtime.engine.drain
+    watch.finish, watch.close = runtime.engine.drain, runtime.engine.detach
     runtime.engine.step_hooks.append(watch.after_step)
 
 

@@ -10,13 +10,13 @@ variables are never and which are always partitioned. Then two constraints compl
 
 Algorithm 1's logits are bytes, whose softmax is an argmax for any real model. Here they are divided by the mean shard's
 bytes, so that the draw stays random among servers whose loads differ by less than a shard.
-`Sampler.vary` draws from the neighbourhood of a known strategy: it takes the Draft back out and changes one part.
+`neighbours.py` draws from the neighbourhood of a known strategy: it takes the Draft back out and changes one part.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,10 @@ from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, check_fi
 from offbeat.strategy.model import SERVERS, Synchronizer
 
 Servers = Literal["nodes", "ranks"]
-_VARIATIONS = ("schedule", "groups", "synchronizer", "partition", "servers", "completion")
+COLLECTIVES = ("all_reduce", "sharded")
+"""Synchronisers whose shards may be merged into groups."""
+_Sized = tuple[Variable, int, int]
+"""A variable, the number of one of its shards, and that shard's bytes."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Draft:
     servers: Servers = "nodes"
     stations: bool = False
     """Nodes with several replicas reduce among themselves first."""
+    kept_groups: dict[str, tuple[int | None, ...]] | None = None
+    """Groups of the shards of variables that come from a known strategy. With them Algorithm 2 is left out, and
+    collective shards that are not among them stay alone."""
+    kept_owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Owners of such shards; Algorithm 1 places the others."""
 
 
 class Sampler:
@@ -97,11 +105,7 @@ class Sampler:
 
     def sample(self, count: int) -> list[Strategy]:
         """So many different strategies, or fewer where the space holds no more."""
-        return self._distinct(count, lambda: self.complete(self.draft()))
-
-    def vary(self, strategy: Strategy, count: int) -> list[Strategy]:
-        """So many different neighbours of a strategy, none of them equal to it."""
-        return self._distinct(count, lambda: self._neighbour(strategy), {strategy.digest})
+        return self.distinct(count, lambda: self.complete(self.draft()))
 
     def draft(self) -> Draft:
         """Everything but owners and groups, at random."""
@@ -114,9 +118,9 @@ class Sampler:
         choices = {}
         for variable in self.variables:
             served = random.random() < (0.5 if variable.sparse else served_share)
-            synchronizer = _synchronizer(variable, served, collective)
-            choices[variable.name] = Choice(synchronizer, self._partition(variable, synchronizer))
-        return Draft(choices, self._group_count(), self._schedule(), self._servers(), bool(random.random() < 0.5))
+            synchronizer = synchronizer_of(variable, served, collective)
+            choices[variable.name] = Choice(synchronizer, self.partition(variable, synchronizer))
+        return Draft(choices, self._group_count(), self.schedule(), self.servers(), bool(random.random() < 0.5))
 
     def complete(self, draft: Draft) -> Strategy:
         """The draft with an owner for each server shard and a group for each collective one."""
@@ -125,14 +129,7 @@ class Sampler:
             for variable in self.variables
             for index, size in enumerate(_shard_bytes(variable, draft.choices[variable.name].partition))
         ]
-        served = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in SERVERS]
-        merged = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in ("all_reduce", "sharded")]
-        ranks = self._server_ranks(draft.servers)
-        owners = balance_loads([size for _, _, size in served], self._bandwidths(ranks), self.random)
-        # `gradient_order` is from the loss to the input.
-        groups = merge_adjacent([size for _, _, size in merged[::-1]], draft.groups)[::-1]
-        owner_of = {(v.name, index): ranks[owner] for (v, index, _), owner in zip(served, owners, strict=True)}
-        group_of = {(v.name, index): group for (v, index, _), group in zip(merged, groups, strict=True)}
+        owner_of, group_of = self._owners(draft, shards), _groups(draft, shards)
         stations = self._stations() if draft.stations else ()
         configs = {}
         for name, choice in draft.choices.items():
@@ -157,67 +154,20 @@ class Sampler:
         check_fits(strategy, self.graph, self.cluster)
         return strategy
 
-    def draft_of(self, strategy: Strategy) -> Draft:
-        """What of a strategy a draft can hold; configurations beyond the space become the nearest in it."""
-        choices = {}
-        groups: set[tuple[object, object]] = set()
-        stations = owners = False
-        for variable in self.variables:
-            config = strategy.config(variable.name)
-            first = config.shards[0]
-            kept: Synchronizer = "all_reduce" if first.synchronizer == "factor_broadcast" else first.synchronizer
-            choices[variable.name] = Choice(kept, config.partition)
-            for index in range(config.shard_count):
-                shard = config.shard(index)
-                stations |= bool(shard.stations)
-                owners |= shard.owner is not None and shard.owner not in self._server_ranks("nodes")
-                if kept in ("all_reduce", "sharded"):
-                    alone = (variable.name, index) if shard.group is None else None
-                    groups.add((shard.group, alone))
-        schedule = strategy.schedule
-        if schedule.policy == "explicit":
-            schedule = schedule.model_copy(update={"policy": "priority", "order": ()})
-        return Draft(choices, len(groups), schedule, "ranks" if owners else "nodes", stations)
+    def _owners(self, draft: Draft, shards: Sequence[_Sized]) -> dict[tuple[str, int], int]:
+        """Algorithm 1 for the server shards that have no owner yet."""
+        kept = {(name, i): owner for name, owners in draft.kept_owners.items() for i, owner in enumerate(owners)}
+        served = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in SERVERS]
+        free = [(variable.name, index, size) for variable, index, size in served if (variable.name, index) not in kept]
+        ranks = self.server_ranks(draft.servers)
+        loads = [0.0] * len(ranks)
+        for variable, index, size in served:
+            if kept.get((variable.name, index)) in ranks:
+                loads[ranks.index(kept[variable.name, index])] += size
+        owners = balance_loads([size for _, _, size in free], self._bandwidths(ranks), self.random, loads)
+        return kept | {(name, i): ranks[owner] for (name, i, _), owner in zip(free, owners, strict=True)}
 
-    def _neighbour(self, strategy: Strategy) -> Strategy:
-        draft, random = self.draft_of(strategy), self.random
-        # Often two changes at once, because one alone may lose where both together win.
-        for _ in range(1 + int(random.random() < 0.4)):
-            match _VARIATIONS[int(random.integers(len(_VARIATIONS)))]:
-                case "schedule":
-                    draft = replace(draft, schedule=self._changed_schedule(draft.schedule))
-                case "groups":
-                    factor = float(np.exp2(random.normal(0.0, 1.0)))
-                    draft = replace(draft, groups=max(1, round(draft.groups * factor)))
-                case "servers":
-                    draft = replace(draft, servers=self._servers(), stations=bool(random.random() < 0.5))
-                case "synchronizer" | "partition" as what:
-                    draft = replace(draft, choices=self._changed_choices(draft.choices, what))
-                case _:
-                    pass
-        return self.complete(draft)
-
-    def _changed_choices(self, choices: dict[str, Choice], what: str) -> dict[str, Choice]:
-        """The synchroniser or the partition of a few variables drawn again; large variables are drawn more often."""
-        sizes = np.array([math.sqrt(variable.bytes) + 1 for variable in self.variables])
-        count = min(len(sizes), 1 + int(self.random.geometric(0.4)))
-        chosen = self.random.choice(len(sizes), size=count, replace=False, p=sizes / sizes.sum())
-        changed = dict(choices)
-        for position in chosen.tolist():
-            variable = self.variables[position]
-            synchronizer = choices[variable.name].synchronizer
-            if what == "synchronizer":
-                synchronizer = _synchronizer(variable, synchronizer not in SERVERS, "all_reduce")
-            changed[variable.name] = Choice(synchronizer, self._partition(variable, synchronizer))
-        return changed
-
-    def _changed_schedule(self, schedule: Schedule) -> Schedule:
-        drawn = self._schedule()
-        fields = ("policy", "slice_bytes", "in_flight", "mode")
-        chosen = fields[int(self.random.integers(len(fields)))]
-        return schedule.model_copy(update={chosen: getattr(drawn, chosen)})
-
-    def _partition(self, variable: Variable, synchronizer: Synchronizer) -> tuple[int, ...]:
+    def partition(self, variable: Variable, synchronizer: Synchronizer) -> tuple[int, ...]:
         space, random = self.space, self.random
         chance = random.random()
         if variable.bytes < space.small_bytes or not variable.shape:
@@ -235,7 +185,7 @@ class Sampler:
         parts = int(random.integers(2, most + 1)) if most >= 2 else 1
         return tuple(parts if position == axis else 1 for position in range(len(variable.shape))) if parts > 1 else ()
 
-    def _schedule(self) -> Schedule:
+    def schedule(self) -> Schedule:
         space, random = self.space, self.random
         return Schedule(
             policy="priority" if random.random() < 0.6 else "fifo",
@@ -248,10 +198,10 @@ class Sampler:
         """Log-uniform from 1 to one for each variable."""
         return round(math.exp(self.random.uniform(0.0, math.log(len(self.variables)))))
 
-    def _servers(self) -> Servers:
+    def servers(self) -> Servers:
         return "nodes" if self.random.random() < 0.5 else "ranks"
 
-    def _server_ranks(self, servers: Servers) -> tuple[int, ...]:
+    def server_ranks(self, servers: Servers) -> tuple[int, ...]:
         if servers == "ranks":
             return tuple(range(self.cluster.world_size))
         return tuple(self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes)))
@@ -266,7 +216,7 @@ class Sampler:
         ranks = [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
         return tuple(members[0] for members in ranks if len(members) > 1)
 
-    def _distinct(self, count: int, draw: Callable[[], Strategy], seen: set[str] | None = None) -> list[Strategy]:
+    def distinct(self, count: int, draw: Callable[[], Strategy], seen: set[str] | None = None) -> list[Strategy]:
         known = set() if seen is None else set(seen)
         found: list[Strategy] = []
         for _ in range(4 * count + 16):
@@ -279,11 +229,13 @@ class Sampler:
         return found
 
 
-def balance_loads(sizes: Sequence[int], bandwidths: Sequence[float], random: Generator) -> list[int]:
+def balance_loads(
+    sizes: Sequence[int], bandwidths: Sequence[float], random: Generator, loads_before: Sequence[float] = ()
+) -> list[int]:
     """The supplement's Algorithm 1: a server for each shard, drawn so that loads follow bandwidths."""
     speeds = np.asarray(bandwidths, dtype=np.float64)
     shares = speeds / speeds.sum()
-    loads = np.zeros(len(shares))
+    loads = np.array(loads_before or [0.0] * len(shares))
     unit = max(1.0, float(np.mean(sizes))) if len(sizes) else 1.0
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda position: -sizes[position]):
@@ -311,7 +263,17 @@ def merge_adjacent(sizes: Sequence[int], groups: int) -> list[int | None]:
     return assigned
 
 
-def _synchronizer(variable: Variable, served: bool, collective: Synchronizer) -> Synchronizer:
+def _groups(draft: Draft, shards: Sequence[_Sized]) -> dict[tuple[str, int], int | None]:
+    """Algorithm 2 for the collective shards, or the groups that a draft keeps."""
+    if draft.kept_groups is not None:
+        return {(name, i): group for name, groups in draft.kept_groups.items() for i, group in enumerate(groups)}
+    merged = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in COLLECTIVES]
+    # `gradient_order` is from the loss to the input.
+    groups = merge_adjacent([size for _, _, size in merged[::-1]], draft.groups)[::-1]
+    return {(variable.name, index): group for (variable, index, _), group in zip(merged, groups, strict=True)}
+
+
+def synchronizer_of(variable: Variable, served: bool, collective: Synchronizer) -> Synchronizer:
     if variable.sparse:
         return "sparse_parameter_server" if served else "sparse_all_gather"
     return "parameter_server" if served else collective

@@ -6,6 +6,7 @@ to one file and others read it meanwhile.
 """
 
 import json
+import math
 import sqlite3
 import time
 import zlib
@@ -21,13 +22,14 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.strategy import Strategy
+from offbeat.units import quote
 
 Status = Literal["done", "stopped", "crashed", "hung", "out_of_memory", "refused"]
 Source = Literal["measured", "replayed"]
 
 BUSY_SECONDS = 60.0
 """How long a writer waits for others before it gives up."""
-VERSION = 1
+VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS domains (
     id INTEGER PRIMARY KEY,
@@ -53,6 +55,12 @@ CREATE TABLE IF NOT EXISTS trials (
     error TEXT NOT NULL,
     created REAL NOT NULL,
     UNIQUE (domain, search, source, strategy_digest)
+);
+CREATE TABLE IF NOT EXISTS simulators (
+    domain INTEGER NOT NULL REFERENCES domains (id),
+    kind TEXT NOT NULL,
+    state BLOB NOT NULL,
+    PRIMARY KEY (domain, kind)
 );
 """
 _COLUMNS = "search, strategy, status, source, seconds, predicted_seconds, steps, error, created"
@@ -85,7 +93,7 @@ class Trial:
             ("source", self.source, get_args(Source)),
         ):
             if value not in known:
-                raise OffbeatError(f"trial: {field} {value!r} is not one of {', '.join(known)}")
+                raise OffbeatError(f"trial: {field} {quote(value)} is not one of {', '.join(known)}")
         if self.status == "done" and not (self.seconds is not None and self.seconds > 0):
             raise OffbeatError(f"trial: seconds of a trial that is done must be positive, not {self.seconds!r}")
 
@@ -108,8 +116,10 @@ class Domain:
     @property
     def name(self) -> str:
         """A folder's name."""
-        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{self.model}-{self.cluster}")
-        return f"{plain[:60]}-{self.graph_digest[:8]}-{self.cluster_digest[:8]}"
+        parts = (f"{self.model}-{self.cluster}"[:60], self.graph_digest[:8], self.cluster_digest[:8])
+        # Whatever a store holds, the name is one step below the folder it is put into.
+        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in "-".join(parts))
+        return plain.lstrip(".") or "domain"
 
 
 class TrialStore:
@@ -186,6 +196,11 @@ class TrialStore:
                 "SELECT graph_digest, cluster_digest, model, cluster_name, COUNT(trials.id) FROM domains "
                 "LEFT JOIN trials ON trials.domain = domains.id GROUP BY domains.id ORDER BY domains.id"
             ).fetchall()
+        for row in rows:
+            if not all(isinstance(text, str) for text in row[:4]):
+                raise OffbeatError(
+                    f"{self.path}: not a trial store: the domain {quote(row[:4])} has a name that is no text"
+                )
         return [Domain(*row) for row in rows]
 
     def load_domain(self, domain: Domain) -> tuple[ModelGraph, ClusterSpec]:
@@ -196,8 +211,26 @@ class TrialStore:
             ).fetchone()
         if row is None:
             raise OffbeatError(f"{self.path}: there is no domain {domain.name!r}")
-        graph = ModelGraph.from_json(zlib.decompress(row[0]), origin=self.path)
-        return graph, ClusterSpec.model_validate_json(row[1])
+        graph = ModelGraph.from_json(_unpacked(row[0], self.path), origin=self.path)
+        return graph, ClusterSpec.from_json(_text(row[1], self.path), origin=self.path)
+
+    def save_state(self, graph: ModelGraph, cluster: ClusterSpec, kind: str, state: bytes) -> None:
+        """Keeps the state of a learned simulator of that kind for a domain, in the place of an earlier one."""
+        with self._explained("write to"), self._transaction():
+            self._connection.execute(
+                "INSERT OR REPLACE INTO simulators (domain, kind, state) VALUES (?, ?, ?)",
+                (self._domain_id(graph, cluster), kind, state),
+            )
+
+    def load_state(self, graph_digest: str, cluster_digest: str, kind: str) -> bytes | None:
+        """What `save_state` kept; None if nothing was."""
+        with self._explained("read"):
+            row = self._connection.execute(
+                "SELECT state FROM simulators JOIN domains ON domains.id = simulators.domain "
+                "WHERE graph_digest = ? AND cluster_digest = ? AND kind = ?",
+                (graph_digest, cluster_digest, kind),
+            ).fetchone()
+        return None if row is None else bytes(row[0])
 
     def export(self, folder: str | PathLike[str]) -> int:
         """Writes graph.json, cluster.json and trials.jsonl into one folder per domain; how many trials."""
@@ -227,17 +260,27 @@ class TrialStore:
 
     def _prepare(self) -> None:
         self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
+        self._check_schema()
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Waits for the disk at every commit, so that a trial survives a power cut as well.
         self._connection.execute("PRAGMA synchronous = FULL")
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
+        if version > VERSION:
             raise OffbeatError(f"{self.path}: format {version} is not one this Offbeat reads ({VERSION})")
-        if version == 0:
+        if version < VERSION:
+            # Earlier formats lack tables, no more.
             with self._transaction():
                 for statement in _SCHEMA.split(";"):
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
+
+    def _check_schema(self) -> None:
+        """Refuses a file with anything but a store's tables: a view or trigger of a hostile one could run for ever."""
+        self._connection.execute("PRAGMA trusted_schema = OFF")
+        known = {_plain(statement) for statement in _SCHEMA.split(";")}
+        for kind, name, statement in self._connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+            if statement is not None and _plain(str(statement)) not in known:
+                raise OffbeatError(f"{self.path}: not a trial store: it holds the {kind} {quote(name)}, which none has")
 
     def _domain_id(self, graph: ModelGraph, cluster: ClusterSpec) -> int:
         keys = (graph.digest, cluster.digest)
@@ -268,8 +311,10 @@ class TrialStore:
     def _explained(self, what: str) -> Generator[None, None, None]:
         try:
             yield
-        except sqlite3.Error as error:
-            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {error}") from None
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            # A damaged file is quoted in the error, and may not even be text there.
+            said = " ".join(str(error).split())[:160]
+            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {said}") from None
 
 
 def _row(trial: Trial) -> tuple[Any, ...]:
@@ -288,18 +333,9 @@ def _row(trial: Trial) -> tuple[Any, ...]:
 
 
 def _trial(row: tuple[Any, ...], origin: str) -> Trial:
-    search, strategy, status, source, seconds, predicted, steps, error, created = row
-    return Trial(
-        strategy=Strategy.from_json(strategy, origin=origin),
-        status=status,
-        seconds=seconds,
-        source=source,
-        search=search,
-        predicted_seconds=predicted,
-        steps=tuple(json.loads(steps)),
-        error=error,
-        created=created,
-    )
+    raw = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    raw["steps"] = files.parse_json(_text(raw["steps"], origin), origin, "list of seconds")
+    return _checked(raw, _text(raw["strategy"], origin), origin)
 
 
 def _line(trial: Trial) -> str:
@@ -319,7 +355,7 @@ def _line(trial: Trial) -> str:
 
 def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
     graph = ModelGraph.load(path.with_name("graph.json"))
-    cluster = ClusterSpec(**files.read_json(path.with_name("cluster.json"), "cluster"))
+    cluster = ClusterSpec.load(path.with_name("cluster.json"))
     lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
     return graph, cluster, [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
 
@@ -327,16 +363,59 @@ def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
 def _read_line(line: str, origin: str) -> Trial:
     raw = files.parse_json(line, origin, "trial")
     try:
-        return Trial(
-            strategy=Strategy.from_json(json.dumps(raw["strategy"]), origin=origin),
-            status=raw["status"],
-            seconds=None if raw["seconds"] is None else float(raw["seconds"]),
-            source=raw["source"],
-            search=str(raw["search"]),
-            predicted_seconds=None if raw["predicted_seconds"] is None else float(raw["predicted_seconds"]),
-            steps=tuple(float(value) for value in raw["steps"]),
-            error=str(raw["error"]),
-            created=float(raw["created"]),
-        )
-    except (KeyError, TypeError) as error:
+        strategy = json.dumps(raw["strategy"])
+    except (KeyError, TypeError, IndexError, RecursionError) as error:
         raise OffbeatError(f"{origin}: not a trial: {type(error).__name__} at {error}") from None
+    return _checked(raw, strategy, origin)
+
+
+def _checked(raw: dict[str, Any], strategy: str, origin: str) -> Trial:
+    """A trial of values that may be anything; the error names `origin`."""
+    try:
+        return Trial(
+            strategy=Strategy.from_json(strategy, origin=origin),
+            status=raw["status"],
+            seconds=None if raw["seconds"] is None else _finite(raw["seconds"]),
+            source=raw["source"],
+            search=_text(raw["search"], origin),
+            predicted_seconds=None if raw["predicted_seconds"] is None else _finite(raw["predicted_seconds"]),
+            steps=tuple(map(_finite, raw["steps"])),
+            error=_text(raw["error"], origin),
+            created=_finite(raw["created"]),
+        )
+    except OffbeatError as error:
+        raise (error if str(error).startswith(origin) else OffbeatError(f"{origin}: {error}")) from None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        said = " ".join(str(error).split())[:160]
+        raise OffbeatError(f"{origin}: not a trial: {type(error).__name__} at {said}") from None
+
+
+def _finite(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise OffbeatError(f"not a trial: {quote(value)} is not a number of seconds")
+    return seconds
+
+
+def _text(value: Any, origin: str) -> str:
+    """A text that can be stored: SQLite takes no half of a surrogate pair, which JSON can spell."""
+    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+        raise OffbeatError(f"{origin}: not a trial: {quote(value)} is not a text")
+    return value
+
+
+def _unpacked(packed: Any, origin: str) -> bytes:
+    """A compressed graph, if it is not larger than a file of one may be."""
+    try:
+        content = zlib.decompressobj().decompress(packed, files.MAX_BYTES)
+    except (zlib.error, TypeError) as error:
+        raise OffbeatError(f"{origin}: not a trial store: a model graph in it is damaged ({error})") from None
+    if len(content) == files.MAX_BYTES:
+        raise OffbeatError(
+            f"{origin}: not a trial store: a model graph in it unpacks to {files.MAX_BYTES} bytes or more"
+        )
+    return content
+
+
+def _plain(statement: str) -> str:
+    return " ".join(statement.replace("IF NOT EXISTS ", "").split())

@@ -1,9 +1,9 @@
 """Model + cluster + a way to run trials → the best strategy measured within a budget (AutoDist's Algorithm 1).
 
 Each round draws candidates, predicts them, rejects those below the simulator's fidelity level, picks a few that are
-fast and different, measures them, and lets the simulator learn from what they took. Every trial is stored before the
-next begins, so that an interrupted search is continued without repeating one. Ctrl-C ends the search with the best
-so far.
+fast and different, measures them, and lets the simulator learn from what they took. Every trial is stored as soon as
+it is handed over, so that an interrupted search is continued without repeating one, and the simulator's state after
+each round. Ctrl-C ends the search with the best so far.
 
 The guides `replay` and `combined` also consider the hand-made builders, the best strategies of earlier searches and
 neighbours of the best so far; `random` and `autosync` draw from the constrained space alone, as the papers do.
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.search.auto.guide import Guide, GuideName
+from offbeat.search.auto.neighbours import vary
 from offbeat.search.auto.sampler import Sampler, Space
 from offbeat.search.auto.select import (
     diverse_pick,
@@ -89,6 +90,8 @@ class Options:
         for name in ("trials", "candidates", "generations", "per_round"):
             if getattr(self, name) < 1:
                 raise OffbeatError(f"{name}: {getattr(self, name)} is not at least 1")
+        if self.guide not in get_args(GuideName):
+            raise OffbeatError(f"guide: {self.guide!r} is not one of {', '.join(get_args(GuideName))}")
         if self.similarity not in ("expression", "embedding"):
             raise OffbeatError(f"similarity: {self.similarity!r} is neither 'expression' nor 'embedding'")
 
@@ -113,6 +116,8 @@ class Progress:
 class TuneResult:
     """What a search found."""
 
+    search: str
+    """The name under which its trials are stored."""
     best: Trial | None
     """None if no trial came to its end."""
     trials: tuple[Trial, ...]
@@ -155,6 +160,7 @@ def tune(
     except KeyboardInterrupt:
         interrupted = True
     return TuneResult(
+        search=search.options.search,
         best=search.best,
         trials=tuple(search.trials),
         baseline_seconds=search.baseline,
@@ -230,7 +236,9 @@ class _Search:
                 except StrategyError:
                     continue
         if self.store is not None and self.options.use_earlier:
-            for domain in self.store.domains():
+            domains = [domain for domain in self.store.domains() if self._is_similar(domain)]
+            self._load_state(self.store, domains)
+            for domain in domains:
                 self._use_earlier(self.store, domain)
         self.guide.learn(self.trials)
 
@@ -255,6 +263,7 @@ class _Search:
             if not self.wants_more():
                 break
         self.guide.learn(self.trials)
+        self._save_state()
 
     def _choose(self, count: int) -> list[Strategy]:
         candidates = self._candidates()
@@ -281,7 +290,7 @@ class _Search:
         best = sorted((t for t in self.trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)[:3]
         if self.uses_neighbours:
             for near in [trial.strategy for trial in best] or self.starts[:3]:
-                found += self.sampler.vary(near, max(1, total // 6))
+                found += vary(self.sampler, near, max(1, total // 6))
         found += self.sampler.sample(max(1, total // 3, total - len(found)))
         return self._untried(found)
 
@@ -290,7 +299,7 @@ class _Search:
         each = max(1, self.options.candidates // self.options.generations // _PARENTS)
         for _ in range(self.options.generations - 1):
             order = np.argsort(self.guide.predict(candidates), kind="stable")[:_PARENTS]
-            near = [s for parent in order for s in self.sampler.vary(candidates[parent], each)]
+            near = [s for parent in order for s in vary(self.sampler, candidates[parent], each)]
             candidates = self._untried([*candidates, *near])
         return candidates
 
@@ -334,11 +343,35 @@ class _Search:
             )
         return known
 
+    def _is_similar(self, domain: Domain) -> bool:
+        """The same model elsewhere, or another model here."""
+        return (
+            domain.graph_digest == self.graph.digest
+            or domain.model == self.graph.name
+            or domain.cluster_digest == self.cluster.digest
+        )
+
+    def _load_state(self, store: TrialStore, domains: Sequence[Domain]) -> None:
+        """Begins with a model that an earlier search trained: for this very domain, or for one that has most trials."""
+        simulator = self.guide.simulator
+        if simulator is None or simulator.trained_on:
+            return
+        mine = (self.graph.digest, self.cluster.digest)
+        for domain in sorted(
+            domains, key=lambda each: ((each.graph_digest, each.cluster_digest) != mine, -each.trials)
+        ):
+            state = store.load_state(domain.graph_digest, domain.cluster_digest, simulator.kind)
+            if state is not None and self.guide.restore(state):
+                return
+
+    def _save_state(self) -> None:
+        simulator = self.guide.simulator
+        if self.store is not None and simulator is not None and simulator.trained_on:
+            self.store.save_state(self.graph, self.cluster, simulator.kind, simulator.to_bytes())
+
     def _use_earlier(self, store: TrialStore, domain: Domain) -> None:
         """Trials of other searches: data for the simulator, and strategies to begin with."""
         same_graph = domain.graph_digest == self.graph.digest
-        if not (same_graph or domain.cluster_digest == self.cluster.digest or domain.model == self.graph.name):
-            return
         trials = [
             trial
             for trial in store.trials(domain.graph_digest, domain.cluster_digest)

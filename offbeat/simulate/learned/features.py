@@ -3,13 +3,17 @@
 A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
 predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges join
 shards of one variable, neighbours in forward order, and members of one message. Features of the whole plan are the
-domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule; with `replay=True` the replayer's
-prediction is one more. Times and sizes enter as logarithms, because they span many orders of magnitude.
+domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule. Times and sizes enter as logarithms,
+because they span many orders of magnitude.
+
+With `replay=True` the replayer's prediction is there as well, and its sensitivities: how much longer the step would be
+if something the replayer has no measurement of were dearer (`WHAT_IFS`). A job's true costs lie somewhere in between,
+and a few trials suffice to tell where.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +21,8 @@ from numpy.typing import NDArray
 
 from offbeat.cost.analytic import Coefficients, compute_seconds, features, message_features, sync_seconds
 from offbeat.cost.measured import Costs
-from offbeat.plan import Plan
+from offbeat.cost.tables import Collectives
+from offbeat.plan import Plan, Task
 from offbeat.plan.model import Message, Piece
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule
@@ -32,6 +37,7 @@ SYNCHRONIZERS = (
     "factor_broadcast",
 )
 SHORTEST_SECONDS = 1e-6
+_TO_OR_FROM_ONE = ("reduce", "broadcast", "gather")
 _SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes")
 RAW_NAMES = (
     *("bytes", "variable_bytes", "rows", "axes", "sparse", "item_bytes", "position", "depth"),
@@ -42,12 +48,30 @@ RAW_NAMES = (
 PREDEFINED_NAMES = ("transfer_seconds", "network_overheads", "kernel_latencies", "message_transfer_seconds")
 NODE_NAMES = RAW_NAMES + PREDEFINED_NAMES
 _Z = tuple(f"{family}.{part}" for family in ("ps.max", "ps.mean", "cc.max", "cc.mean") for part in ("t", "n", "k"))
+WHAT_IFS = ("calls", "servers", "collectives", "disturbance", "updates")
+"""What is dearer in turn: each collective by 1 ms; those to or from one rank, then all others, by half; computing by
+0.3 while the link is busy; each update by 0.3 ms."""
 WHOLE_NAMES = (
     *_Z,
     *("compute_seconds", "sync_seconds", "predefined_seconds"),
     *("messages", "tasks", "served_share", "busiest_server_seconds", "collective_seconds"),
     *_SCHEDULE,
+    *(f"if_{name}" for name in WHAT_IFS),
 )
+
+
+@dataclass(frozen=True)
+class _Dearer(Costs):
+    """Costs at which some collectives take longer."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    call_seconds: float = 0.0
+
+    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
+        taken, hidden = super().collective(task, links, in_flight)
+        if not taken + hidden:
+            return taken, hidden
+        return taken * self.factors.get(task.kind, 1.0) + self.call_seconds, hidden
 
 
 @dataclass(frozen=True)
@@ -65,9 +89,17 @@ class Encoded:
 
 
 def encode(
-    plan: Plan, *, replay: bool = False, costs: Costs | None = None, coefficients: Coefficients | None = None
+    plan: Plan,
+    *,
+    replay: bool = False,
+    what_ifs: bool = True,
+    costs: Costs | None = None,
+    coefficients: Coefficients | None = None,
 ) -> Encoded:
-    """What the learned simulators read of a plan; `replay` puts the replayer's prediction in as well."""
+    """What the learned simulators read of a plan.
+
+    `replay` puts the replayer's prediction in as well, and `what_ifs` its sensitivities, which take ten times as long.
+    """
     shards = _shards(plan)
     coefficients = coefficients or Coefficients()
     computing, syncing = compute_seconds(plan), sync_seconds(plan, coefficients)
@@ -81,12 +113,14 @@ def encode(
     total = sum(message.bytes for message in plan.messages)
     predicted = max(computing, syncing)
     seconds = simulate(plan, costs, memory=False).iteration_time if replay else predicted
+    sensitivities = _sensitivities(plan, costs or Costs(), seconds) if replay and what_ifs else [0.0] * len(WHAT_IFS)
     whole = [
         *(_log(value) if part % 3 == 0 else math.log1p(value) for part, value in enumerate(features(plan).tolist())),
         *(_log(computing), _log(syncing), _log(predicted)),
         *(math.log1p(len(plan.messages)), math.log1p(len(plan.tasks)), served / max(1, total)),
         *(_log(max(servers.values(), default=0.0)), _log(collective)),
         *_schedule(plan.strategy.schedule),
+        *sensitivities,
     ]
     nodes = [_node(plan, message, piece, entries[message.index].vector) for message, piece in shards]
     return Encoded(
@@ -95,6 +129,20 @@ def encode(
         np.array(whole, dtype=np.float32),
         _log(seconds),
     )
+
+
+def _sensitivities(plan: Plan, costs: Costs, seconds: float) -> list[float]:
+    """For each of `WHAT_IFS` the logarithm of the step's time over what it takes at these costs."""
+    known = _Dearer(**{each.name: getattr(costs, each.name) for each in fields(Costs)})
+    dearer = {
+        "calls": replace(known, call_seconds=1e-3),
+        "servers": replace(known, factors=dict.fromkeys(_TO_OR_FROM_ONE, 1.5)),
+        "collectives": replace(known, factors=dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 1.5)),
+        "disturbance": replace(known, interference=known.interference + 0.3),
+        "updates": replace(known, update_call_seconds=known.update_call_seconds + 3e-4),
+    }
+    times = [simulate(plan, dearer[name], memory=False).iteration_time for name in WHAT_IFS]
+    return [_log(each) - _log(seconds) for each in times]
 
 
 def _shards(plan: Plan) -> list[tuple[Message, Piece]]:

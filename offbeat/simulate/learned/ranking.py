@@ -31,8 +31,8 @@ from offbeat.simulate.learned.models import HIDDEN, Kind, ScoreModel, collate, m
 from offbeat.simulate.learned.samples import Samples, Schedule
 
 FORMAT = 1
-TIE = 0.01
-"""Times closer than this share are not compared."""
+TIE = 0.03
+"""Times closer than this share are not compared: two trials of one strategy differ by as much."""
 
 __all__ = ["Samples", "Schedule", "Simulator", "pairwise_loss"]
 
@@ -103,6 +103,14 @@ class Simulator:
         return right / total if total else math.nan
 
     def save(self, path: str | PathLike[str]) -> None:
+        files.write_atomic(path, self.to_bytes(), "simulator state")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Simulator":
+        return cls.from_bytes(files.read_bytes(path, "simulator state"), str(path))
+
+    def to_bytes(self) -> bytes:
+        """The state as `from_bytes` reads it."""
         header = {
             "format": FORMAT,
             "kind": self.kind,
@@ -118,18 +126,19 @@ class Simulator:
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
-        files.write_atomic(path, buffer.getvalue(), "simulator state")
+        return buffer.getvalue()
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Simulator":
+    def from_bytes(cls, content: bytes, origin: str) -> "Simulator":
+        """A stored state; the error for a bad one names `origin`."""
         try:
-            with np.load(io.BytesIO(files.read_bytes(path, "simulator state")), allow_pickle=False) as archive:
+            with np.load(io.BytesIO(content), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
             header = json.loads(arrays.pop("header").tobytes())
             if header["format"] != FORMAT:
-                raise OffbeatError(f"{path}: format {header['format']!r} is not one this Offbeat reads ({FORMAT})")
+                raise OffbeatError(f"{origin}: format {header['format']!r} is not one this Offbeat reads ({FORMAT})")
             if (tuple(header["nodes"]), tuple(header["whole"])) != (NODE_NAMES, WHOLE_NAMES):
-                raise OffbeatError(f"{path}: the simulator was trained on other features than this Offbeat's")
+                raise OffbeatError(f"{origin}: the simulator was trained on other features than this Offbeat's")
             made = cls(header["kind"], hidden=header["hidden"], seed=header["seed"])
             state = {name.removeprefix("state."): torch.from_numpy(value) for name, value in arrays.items()}
             made.model.load_state_dict(state)
@@ -139,7 +148,7 @@ class Simulator:
             raise
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, zipfile.BadZipFile) as error:
             detail = " ".join(str(error).split())[:160]
-            raise OffbeatError(f"{path}: not a simulator state: {detail}") from None
+            raise OffbeatError(f"{origin}: not a simulator state: {detail}") from None
         return made
 
     def _epoch(

@@ -1,0 +1,129 @@
+"""Lightning's Trainer → the same Trainer on Offbeat's engine instead of DDP.
+
+    trainer = lightning.Trainer(strategy=OffbeatStrategy("overlap"), devices=4)
+
+Lightning runs the whole of `training_step` in place of the model's forward and may call the model inside. So what is
+distributed is a shell around the LightningModule that shares its parameters, buffers and submodules under their own
+names; only the shell's forward is a step's.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.errors import OffbeatError
+from offbeat.integrations.joining import Wanted, join, missing
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError:
+    raise missing("lightning", "lightning") from None
+
+
+class OffbeatStrategy(DDPStrategy):
+    """A Lightning strategy: launching, samplers and reductions of metrics as with "ddp", training on Offbeat's engine.
+
+    `strategy` is what `offbeat.distribute` takes and `distribute_options` are its other keywords; `options` go to
+    Lightning's DDPStrategy (timeout, process_group_backend, start_method).
+    """
+
+    model: Any
+    optimizers: list[Any]
+
+    def __init__(
+        self, strategy: Wanted = "auto", *, distribute_options: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._wanted = strategy
+        self._distribute_options = distribute_options or {}
+        self._runtime: Any = None
+        self._handles: list[Any] = []
+        self._failed = False
+
+    def configure_ddp(self) -> None:
+        """In place of wrapping the model: the shell, without an engine until there is an optimizer."""
+        self.model = _Shell(self.model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise OffbeatError(f"configure_optimizers: Offbeat trains with one optimizer, not {len(self.optimizers)}")
+        self._runtime = join(self.model, self.optimizers[0], self._wanted, **self._distribute_options)
+        # Lightning keeps a wrapper of each optimizer's class, which has changed.
+        self.optimizers = list(self.optimizers)
+        module, runtime = self.lightning_module, self._runtime
+        self._handles = [
+            module.register_state_dict_pre_hook(lambda *_: runtime.engine.settle_all()),
+            module.register_load_state_dict_pre_hook(lambda *_: runtime.engine.settle_all()),
+            module.register_load_state_dict_post_hook(lambda *_: runtime.engine.take_values()),
+        ]
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Forward and backward first, then a step() that need not wait for them."""
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        if scaled or isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulated gradients stay local until the last of them."""
+        with self.model.no_sync():
+            yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Module and optimizer are plain again, with the newest values."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            if self._failed:
+                # Other ranks may be gone; those that wait for this one learn of it.
+                runtime.engine.channels.close()
+            else:
+                _leave(runtime)
+            for handle in self._handles:
+                handle.remove()
+            self.model = self.lightning_module
+        super().teardown()
+
+
+def _leave(runtime: Any) -> None:
+    """Takes the runtime off again; every rank takes part, because the optimizer's state may be spread over them."""
+    optimizer = runtime.optimizer
+    runtime.engine.drain()
+    state = optimizer.state_dict()
+    runtime.engine.detach()
+    runtime.gate.detach()
+    optimizer.__class__ = runtime.optimizer_class
+    optimizer.load_state_dict(state)
+
+
+class _Shell(torch.nn.Module):
+    """Has everything of a LightningModule but its hooks and methods."""
+
+    inner: torch.nn.Module
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        self.__dict__["inner"] = inner
+        super().__init__()
+        for registry in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[registry] = getattr(inner, registry)
+
+    @property
+    def training(self) -> bool:
+        return self.inner.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        """Lightning sets the module's own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)

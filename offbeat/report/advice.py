@@ -1,0 +1,152 @@
+"""A recording → what would help most: one change at a time, replayed, the shortest step first.
+
+Where the job's plan is known the changed plan is simulated with what was measured; of other traces the measured spans
+are replayed on other links and devices, and only the last steps of long ones.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.profile.measure import Profile
+from offbeat.profile.whatif import changed, plan_known, what_if
+from offbeat.report.windows import Windows
+from offbeat.search.candidates import Candidate, candidates
+from offbeat.simulate.predict import simulate
+from offbeat.timeline import Timeline
+from offbeat.timeline.diagnosis import Diagnosis
+from offbeat.timeline.model import KINDS
+
+MOST_REPLAYED_SPANS = 150_000
+"""A trace of more is replayed in its last steps only, which takes a few seconds."""
+SHOWN_STRATEGIES = 3
+_COMMUNICATION = KINDS.index("communication")
+_LINKS = (
+    ("Links with twice the bandwidth", "bandwidth=2x"),
+    ("Links with half the latency", "latency=0.5x"),
+)
+_DEVICES = ("Devices that compute twice as fast", "compute=2x")
+
+Predict = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change and the step it would lead to."""
+
+    label: str
+    about: str
+    seconds: float
+
+    def speedup(self, base_seconds: float) -> float:
+        """1.25 means that the step as it was is 1.25 times as long."""
+        return base_seconds / self.seconds if self.seconds > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class WhatIfs:
+    """Changes, the one with the shortest step first."""
+
+    base_seconds: float
+    """The step as it was, replayed in the same way."""
+    rows: tuple[Advice, ...]
+    best: Candidate | None
+    """The best strategy that search has found."""
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        rows = [asdict(row) | {"speedup": row.speedup(self.base_seconds)} for row in self.rows]
+        return {"base_seconds": self.base_seconds, "rows": rows, "notes": list(self.notes)}
+
+
+def what_would_help(recording: Profile | Timeline, diagnosis: Diagnosis) -> WhatIfs:
+    """Replays the recording as it was, then with each change; what cannot be replayed is told in `notes`."""
+    if isinstance(recording, Profile) and plan_known(recording):
+        return _of_plan(recording)
+    timeline = recording.timeline if isinstance(recording, Profile) else recording
+    return _of_trace(timeline, diagnosis)
+
+
+def _of_plan(profile: Profile) -> WhatIfs:
+    base = _step(profile)
+    tried: list[tuple[str, str, Predict]] = []
+    if profile.cluster.world_size > 1:
+        tried += [(label, change, partial(_step, profile, change)) for label, change in _LINKS]
+        about = "wire=fp16; gradients are rounded"
+        tried.append(("Gradients sent as fp16", about, partial(_step, profile, "wire=fp16")))
+    tried.append((*_DEVICES, partial(_step, profile, _DEVICES[1])))
+    slower = sorted(rank for rank, scale in profile.costs.compute_scale.items() if scale > 1)
+    if slower:
+        about = "computing as fast as the median of the ranks"
+        tried.append((f"No straggler ({_ranks(slower)})", about, partial(_without_stragglers, profile)))
+    rows, notes = _predicted(tried)
+    found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
+    rows += [Advice(f"Strategy: {each.name}", "found by search", each.seconds) for each in found]
+    rows.sort(key=lambda row: row.seconds)
+    return WhatIfs(base, tuple(rows), found[0] if found else None, tuple(notes))
+
+
+def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
+    windows = Windows(timeline)
+    first = windows.last_with(MOST_REPLAYED_SPANS)
+    part = None if first is None else windows.part(first, len(windows) - 1)
+    if part is None:
+        base = timeline.iteration_time
+        note = f"what-ifs are left out: the last step alone has more than {MOST_REPLAYED_SPANS} spans to replay"
+        return WhatIfs(base, (), None, (note,))
+    changes = [*_LINKS, _DEVICES] if (part.kind == _COMMUNICATION).any() else [_DEVICES]
+    tried: list[tuple[str, str, Predict]] = [(label, change, partial(_step, part, change)) for label, change in changes]
+    straggler = diagnosis.straggler
+    if straggler is not None and straggler.reason == "compute":
+        own = next(each.compute_seconds for each in diagnosis.ranks if each.rank == straggler.rank)
+        change = f"straggler={straggler.rank}:{(own - straggler.seconds) / own:.6g}x"
+        label = f"No straggler ({_ranks([straggler.rank])})"
+        tried.append((label, "computing as fast as the median of the others", partial(_step, part, change)))
+    rows, notes = _predicted(tried)
+    rows.sort(key=lambda row: row.seconds)
+    if first:
+        notes.append(f"what-ifs are replays of the last {len(windows) - first} of {len(windows)} steps")
+    notes.append("the trace does not tell the job's plan, so other strategies and encodings cannot be replayed")
+    return WhatIfs(_step(part), tuple(rows), None, tuple(notes))
+
+
+def _step(recording: Profile | Timeline, *changes: str) -> float:
+    return what_if(recording, changes)[0].iteration_time
+
+
+def _without_stragglers(profile: Profile) -> float:
+    plan, costs = changed(profile, ())
+    capped = {rank: min(scale, 1.0) for rank, scale in costs.compute_scale.items()}
+    return simulate(plan, replace(costs, compute_scale=capped), memory=False).iteration_time
+
+
+def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
+    """The best strategies of different names, the best first."""
+    try:
+        found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy)
+    except OffbeatError as error:
+        notes.append(f"other strategies are left out: {error}")
+        return
+    names = {"present"}
+    for candidate in found:
+        if candidate.name not in names and len(names) <= SHOWN_STRATEGIES:
+            names.add(candidate.name)
+            yield candidate
+
+
+def _predicted(tried: list[tuple[str, str, Predict]]) -> tuple[list[Advice], list[str]]:
+    rows, notes = [], []
+    for label, about, predict in tried:
+        try:
+            rows.append(Advice(label, about, predict()))
+        except OffbeatError as error:
+            notes.append(f"{label}: it could not be replayed: {error}")
+    return rows, notes
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,0 +1,139 @@
+"""Report → one HTML file that works offline: styles, scripts and packed timelines are inside it.
+
+Its Content-Security-Policy allows exactly the inlined style and script, by their digests, and no request to anywhere.
+Texts of a trace reach the page through the template's escaping, as JSON in which '<' is written as an escape, or packed
+and in base64; the scripts only ever set them as text.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files as resources
+from os import PathLike
+from typing import Any
+
+import jinja2
+import orjson
+from markupsafe import Markup
+
+from offbeat import files
+from offbeat.report.contents import PARTS, Recording, Report, make_report
+from offbeat.report.pack import MOST_BYTES, pack_timeline
+from offbeat.timeline import KINDS
+from offbeat.units import format_bytes, format_seconds
+
+SCRIPTS = ("charts.js", "timeline.js", "report.js")
+_MOST_PREDICTED_BYTES = 2**20
+_PART_NAMES = {
+    "compute": "compute",
+    "exposed": "exposed communication",
+    "waiting": "waiting for other ranks",
+    "idle": "idle",
+}
+_KIND_NAMES = {"update": "update of one message", "wait": "standing still"}
+
+
+def write_report(path: str | PathLike[str], recording: Recording, **options: Any) -> Report:
+    """Makes the report (`offbeat.report.make_report` names the options) and writes its page."""
+    report = make_report(recording, **options)
+    files.write_atomic(path, render(report).encode(), "report")
+    return report
+
+
+def render(report: Report) -> str:
+    """The whole page."""
+    style, script = asset("style.css"), "\n".join(map(asset, SCRIPTS))
+    return _template().render(
+        report=report,
+        diagnosis=report.diagnosis,
+        part_names=_PART_NAMES,
+        policy=_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        frontier=Markup(report.frontier_svg),
+        data=_json(_numbers(report)),
+        scenes=_scenes(report),
+        comparison_rows=_comparison_rows(report),
+        strategies=[explanation.text().split("\n") for explanation in report.explanations],
+    )
+
+
+@cache
+def asset(name: str) -> str:
+    """Text of a file beside this package's code."""
+    return resources("offbeat.report").joinpath("assets", name).read_text("utf-8")
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"seconds": _seconds, "bytes": format_bytes, "percent": "{:.1%}".format}
+    environment.filters["signed_percent"] = lambda share: f"{share:+.1%}".replace("-", "−")
+    return environment.from_string(asset("report.html.j2"))
+
+
+def _seconds(seconds: float) -> str:
+    """To the nanosecond, so that the rounding errors of sums are not shown."""
+    rounded = round(seconds, 9)
+    return format_seconds(rounded).replace(" us", " µs").replace("-", "−") if rounded else "0 s"
+
+
+def _policy(style: str, script: str) -> str:
+    return (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json(content: Any) -> Markup:
+    """JSON that no HTML parser takes for the end of its element."""
+    text = orjson.dumps(content).decode()
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _numbers(report: Report) -> dict[str, Any]:
+    """What the scripts draw beside the timeline."""
+    what_ifs = report.help
+    present = {KINDS[number] for number in set(report.timeline.kind.tolist())}
+    return {
+        "parts": [{"key": key, "label": _PART_NAMES[key]} for key in PARTS],
+        "kinds": [{"key": kind, "label": _KIND_NAMES.get(kind, kind)} for kind in KINDS if kind in present],
+        "mean": report.parts,
+        "steps": list(report.steps),
+        "step_parts": list(report.step_parts) or None,
+        "ranks": [
+            {"label": f"rank {rank.rank}", "values": {key: getattr(rank, f"{key}_seconds") for key in PARTS}}
+            for rank in report.diagnosis.ranks
+        ],
+        "base_seconds": what_ifs.base_seconds if what_ifs else 0.0,
+        "what_ifs": [
+            {"label": row.label, "about": row.about, "seconds": row.seconds}
+            for row in (what_ifs.rows if what_ifs else ())
+        ],
+    }
+
+
+def _scenes(report: Report) -> list[tuple[str, str]]:
+    """(source, packed timeline in base64); what was recorded comes first."""
+    packed = [(report.timeline.source, pack_timeline(report.timeline, report.nodes, MOST_BYTES))]
+    if report.comparison is not None:
+        predicted = report.comparison.predicted
+        packed.append(("predicted", pack_timeline(predicted, report.nodes, _MOST_PREDICTED_BYTES)))
+    return [(source, base64.b64encode(content).decode()) for source, content in packed]
+
+
+def _comparison_rows(report: Report) -> list[tuple[str, float, float]]:
+    """(what, measured, predicted) in seconds."""
+    compared = report.comparison
+    if compared is None:
+        return []
+    return [
+        ("step", compared.measured_step_seconds, compared.predicted_step_seconds),
+        *((_PART_NAMES[key], compared.measured_parts[key], compared.predicted_parts[key]) for key in PARTS),
+    ]

@@ -1,0 +1,244 @@
+"""Several machines → one place to run trials: node 0 leads, the others follow its orders.
+
+Every node runs the same command, as with torchrun; they meet at node 0's address and port, in a `TCPStore`. The leader
+(`LeadNode`) writes an order for each job: the program, its variables and its task file. Each follower (`follow`) starts
+its own ranks for it and reports how they ended. When a rank fails anywhere or time is up, the leader calls the job
+over and every node ends its ranks. The program and whatever it imports must be on every node, under the same path.
+"""
+
+import base64
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import OffbeatError
+from offbeat.search.auto.launch import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    TASK,
+    LocalJob,
+    RankEnd,
+    free_port,
+    require_success,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PORT = 29500
+"""Where nodes meet; torchrun's default."""
+JOIN_SECONDS = 300.0
+ANSWER_SECONDS = 4 * GRACE_SECONDS + 20.0
+"""In which a node reports a job that is over: its ranks are asked to end, then made to."""
+_FOLLOW_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the command says about the nodes."""
+
+    nodes: int
+    node_rank: int
+    address: str
+    port: int = PORT
+    join_seconds: float = JOIN_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise OffbeatError(f"nnodes: {self.nodes} is not at least 2")
+        if not 0 <= self.node_rank < self.nodes:
+            raise OffbeatError(f"node_rank: {self.node_rank} is not from 0 to {self.nodes - 1}")
+        if not 0 < self.port < 2**16:
+            raise OffbeatError(f"master_port: {self.port} is not a port from 1 to 65535")
+
+
+class LeadNode:
+    """Node 0's view of all nodes: a place to run trials. Use it in a `with` block, or close it."""
+
+    def __init__(self, meeting: Meeting, ranks: int) -> None:
+        self.meeting = meeting
+        self.store = _meet(meeting)
+        self.jobs = 0
+        try:
+            self.ranks = [ranks, *(self._joined(node) for node in range(1, meeting.nodes))]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "LeadNode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """What is known of these nodes before anything is measured: how many there are, with how many ranks."""
+        if len(set(self.ranks)) > 1:
+            counts = ", ".join(map(str, self.ranks))
+            raise OffbeatError(f"the nodes have {counts} ranks; a cluster file must say what they are")
+        return ClusterSpec.homogeneous(nodes=self.meeting.nodes, devices_per_node=self.ranks[0])
+
+    def close(self) -> None:
+        """Sends the followers home; those that are still there get a moment to hear it."""
+        try:
+            self.store.set("home", "1")
+            until = time.monotonic() + 2 * GRACE_SECONDS
+            nodes = [f"left/{node}" for node in range(1, self.meeting.nodes) if self.store.check([f"joined/{node}"])]
+            while nodes and not self.store.check(nodes) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:
+            # The store is this process's own; where it is gone there is nobody to tell.
+            return
+
+    def run(
+        self,
+        program: Sequence[str],
+        *,
+        timeout: float | None,
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> list[RankEnd]:
+        """Runs a Python program on every rank of every node; a file named by the variable TASK goes with it."""
+        number, self.jobs = self.jobs, self.jobs + 1
+        master = (self.meeting.address, free_port())
+        first = [sum(self.ranks[:node]) for node in range(self.meeting.nodes)]
+        order = {"program": list(program), "env": dict(env or {}), "master": master, "world": self.world_size}
+        order |= {"first": first, "task": _content((env or {}).get(TASK))}
+        self.store.set(f"order/{number}", json.dumps(order))
+        try:
+            with LocalJob(program, range(self.ranks[0]), self.world_size, master, env) as job:
+                late = self._watch(job, number, timeout)
+                self.store.set(f"over/{number}", "late" if late else "1")
+                ends = job.finish(timed_out=late)
+        except BaseException:
+            self.store.set(f"over/{number}", "1")
+            raise
+        for node in range(1, self.meeting.nodes):
+            ends += self._report(number, node)
+        if check:
+            require_success(ends)
+        return ends
+
+    def _joined(self, node: int) -> int:
+        """How many ranks a node brings, once it is there."""
+        until = time.monotonic() + self.meeting.join_seconds
+        while not self.store.check([f"joined/{node}"]):
+            if time.monotonic() > until:
+                raise OffbeatError(
+                    f"node {node} of {self.meeting.nodes} did not come to {self.meeting.address}:{self.meeting.port} "
+                    f"within {self.meeting.join_seconds:g} s"
+                )
+            time.sleep(POLL_SECONDS)
+        return int(self.store.get(f"joined/{node}"))
+
+    def _watch(self, job: LocalJob, number: int, timeout: float | None) -> bool:
+        """Waits until all nodes' ranks have ended or one has failed; True if time was up first."""
+        waiting = set(range(1, self.meeting.nodes))
+        while True:
+            waits = job.poll()
+            for node in sorted(waiting):
+                if self.store.check([f"report/{number}/{node}"]):
+                    waiting.remove(node)
+                    if any(end["returncode"] for end in json.loads(self.store.get(f"report/{number}/{node}"))):
+                        return False
+                elif self.store.check([f"left/{node}"]):
+                    raise OffbeatError(f"node {node} has left the search")
+            if job.failed or not (waits or waiting):
+                return False
+            if timeout is not None and job.age_seconds > timeout:
+                return True
+            time.sleep(POLL_SECONDS)
+
+    def _report(self, number: int, node: int) -> list[RankEnd]:
+        until = time.monotonic() + ANSWER_SECONDS
+        while not self.store.check([f"report/{number}/{node}"]):
+            if time.monotonic() > until:
+                raise OffbeatError(f"node {node} has not answered for {ANSWER_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+        return [RankEnd(**end) for end in json.loads(self.store.get(f"report/{number}/{node}"))]
+
+
+def follow(meeting: Meeting, ranks: int) -> int:
+    """What every other node does until the leader's search is over; how many jobs it took part in."""
+    store = _meet(meeting)
+    jobs = 0
+    try:
+        store.set(f"joined/{meeting.node_rank}", str(ranks))
+        try:
+            while (order := _next_order(store, jobs)) is not None:
+                ends = _take_part(store, order, jobs, meeting.node_rank, ranks)
+                store.set(f"report/{jobs}/{meeting.node_rank}", json.dumps([asdict(end) for end in ends]))
+                jobs += 1
+        finally:
+            store.set(f"left/{meeting.node_rank}", "1")
+    except RuntimeError as error:
+        raise OffbeatError(
+            f"node {meeting.node_rank}: node 0 at {meeting.address}:{meeting.port} is gone ({_first_line(error)})"
+        ) from None
+    return jobs
+
+
+def _next_order(store: "Store", number: int) -> dict[str, Any] | None:
+    """The order of that number once it is there; None when the search has ended."""
+    while not store.check([f"order/{number}"]):
+        if store.check(["home"]):
+            return None
+        time.sleep(_FOLLOW_SECONDS)
+    order: dict[str, Any] = json.loads(store.get(f"order/{number}"))
+    return order
+
+
+def _take_part(store: "Store", order: dict[str, Any], number: int, node: int, ranks: int) -> list[RankEnd]:
+    """This node's ranks of one job."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-node-") as folder:
+        env = dict(order["env"])
+        if order["task"] is not None:
+            path = Path(folder) / "task.json"
+            path.write_bytes(base64.b64decode(order["task"]))
+            env[TASK] = str(path)
+        first = order["first"][node]
+        address, port = order["master"]
+        with LocalJob(order["program"], range(first, first + ranks), order["world"], (address, port), env) as job:
+            while job.poll() and not store.check([f"over/{number}"]):
+                time.sleep(_FOLLOW_SECONDS)
+            late = store.check([f"over/{number}"]) and store.get(f"over/{number}") == b"late"
+            return job.finish(timed_out=late)
+
+
+def _meet(meeting: Meeting) -> "Store":
+    from torch.distributed import TCPStore
+
+    leads = meeting.node_rank == 0
+    try:
+        return TCPStore(
+            meeting.address,
+            meeting.port,
+            is_master=leads,
+            timeout=timedelta(seconds=meeting.join_seconds),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{meeting.address}:{meeting.port}"
+        what = "cannot open the meeting point" if leads else "node 0 cannot be reached at"
+        raise OffbeatError(f"node {meeting.node_rank}: {what} {where} ({_first_line(error)})") from None
+
+
+def _content(path: str | None) -> str | None:
+    if path is None or not os.path.exists(path):
+        return None
+    return base64.b64encode(Path(path).read_bytes()).decode()
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]

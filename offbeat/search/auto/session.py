@@ -1,0 +1,111 @@
+"""A training script or a function that makes a model → the best strategy for it, found with real trials.
+
+This is `offbeat.tune`: it runs the target once by itself for its graph and its compute times, then searches
+(`offbeat.search.auto.tune`), and keeps every trial in a store from which later searches begin.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import OffbeatError
+from offbeat.search.auto.launch import LocalRanks, Machines
+from offbeat.search.auto.store import TrialStore
+from offbeat.search.auto.trials import TrialOptions, TrialRunner
+from offbeat.search.auto.tune import Options, Progress, TuneResult
+from offbeat.search.auto.tune import tune as search_strategies
+
+STORE = "offbeat-trials.sqlite"
+Target = str | PathLike[str] | Callable[..., Any]
+
+
+def tune(
+    target: Target,
+    arguments: Sequence[str] = (),
+    *,
+    trials: int = 20,
+    ranks: int = 2,
+    machines: Machines | None = None,
+    cluster: ClusterSpec | None = None,
+    store: str | PathLike[str] | TrialStore | None = STORE,
+    resume: bool = False,
+    options: Options | None = None,
+    trial_options: TrialOptions | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> TuneResult:
+    """Searches for the fastest strategy of a job with real trials; `.strategy` is the best, `.trials` the history.
+
+    `target` is a training script that calls `offbeat.distribute`, or a function (or 'package.module:function') that
+    returns a model and its example inputs; `arguments` are the script's, or texts given to the function. Trials run on
+    `ranks` processes of this machine, or on `machines`: an `offbeat.emulate.Emulation`, or a `LeadNode` of several
+    machines. `cluster` says what those are, if more is known than their number. `store` is the file that keeps the
+    trials (None keeps nothing); with `resume` the latest search for this model on this cluster is continued. Ctrl-C
+    returns what was found until then.
+    """
+    machines = machines or LocalRanks(ranks)
+    cluster = cluster or cluster_of(machines)
+    if cluster.world_size != machines.world_size:
+        raise OffbeatError(
+            f"cluster: {cluster.name!r} has {cluster.world_size} devices for {machines.world_size} ranks"
+        )
+    runner = TrialRunner(machines, target_name(target), tuple(arguments), trial_options or TrialOptions())
+    graph = runner.discover()
+    known = cluster
+    with _opened(store) as kept:
+        search = _search_name(kept, graph.digest, cluster.digest, resume)
+        return search_strategies(
+            graph,
+            cluster,
+            lambda strategies, best: runner.run(graph, known, strategies, best),
+            replace(options or Options(), trials=trials, search=search, resume=resume),
+            store=kept,
+            on_progress=on_progress,
+        )
+
+
+def cluster_of(machines: Machines) -> ClusterSpec:
+    """What is known of the machines that trials run on."""
+    described = getattr(machines, "cluster_spec", None)
+    if described is not None:
+        spec: ClusterSpec = described()
+        return spec
+    return ClusterSpec.local(machines.world_size)
+
+
+def target_name(target: Target) -> str:
+    """What trials in other processes know a target by."""
+    if not callable(target):
+        return fspath(target)
+    module, name = target.__module__, target.__qualname__
+    if not name.isidentifier():
+        raise OffbeatError(f"target: {name!r} is not a function at the top of a module, so trials cannot import it")
+    if module == "__main__":
+        # Trials import the running script as a module; its folder is on their path as it is on this process's.
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if script is None:
+            raise OffbeatError(f"target: {name!r} was made in an interactive session; put it in a file to tune it")
+        module = Path(script).stem
+    return f"{module}:{name}"
+
+
+def _opened(store: str | PathLike[str] | TrialStore | None) -> Any:
+    """A store to use in a `with` block, which closes it only if it was opened here."""
+    return nullcontext(store) if store is None or isinstance(store, TrialStore) else TrialStore(store)
+
+
+def _search_name(store: TrialStore | None, graph_digest: str, cluster_digest: str, resume: bool) -> str:
+    """A new search is named by its time; the latest one of this domain is resumed."""
+    if not resume:
+        return time.strftime("%Y-%m-%dT%H:%M:%S")
+    if store is None:
+        raise OffbeatError("resume: a search needs the store that its trials were kept in")
+    known = [trial.search for trial in store.trials(graph_digest, cluster_digest, source="measured")]
+    if not known:
+        raise OffbeatError(f"resume: {store.path} has no search for this model on this cluster")
+    return known[-1]

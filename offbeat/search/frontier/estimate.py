@@ -1,0 +1,73 @@
+"""A rehearsed step and what operators and collectives take on a cluster → the step's seconds and bytes.
+
+FT adds up costs of configurations that know nothing of each other (`costs`); that is what makes the search possible.
+For a strategy that is at hand there is more to know: what the executor will call on each part, with which shapes, and
+what it holds at any moment (`offbeat.runtime.sharded.rehearse`). This module prices that, operator by operator with
+times measured at each split, and collective by collective with the cluster's tables. What remains is interpreter and
+autograd, which is the same for every strategy of a model and measured once, with the strategy that splits nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.sharded.rehearse import LocalCall, Rehearsal
+from offbeat.search.frontier.find import ModelFrontier
+from offbeat.search.frontier.model import Frontier, FrontierPoint
+from offbeat.search.frontier.resharding import FineMesh
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What was measured on a device of the cluster."""
+
+    calls: Mapping[LocalCall, float]
+    """Seconds of each operator on its parts."""
+    step_seconds: float = 0.0
+    """Of interpreter and autograd in forward and backward, whatever the strategy."""
+    update_seconds_per_variable: float = 0.0
+    update_seconds_per_byte: float = 0.0
+    """Of the optimizer, by bytes of a variable's part."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step, of each device."""
+
+    compute_seconds: float
+    network_seconds: float
+    memory_bytes: float
+
+    @property
+    def time_seconds(self) -> float:
+        return self.compute_seconds + self.network_seconds
+
+
+def estimate(rehearsal: Rehearsal, timings: Timings, mesh: FineMesh, slots: int) -> Estimate:
+    """The costs of a rehearsed step; `slots` are the optimizer's tensors for each variable."""
+    lacking = [call for call in rehearsal.calls if call not in timings.calls]
+    if lacking:
+        raise OffbeatError(
+            f"timings.calls: {lacking[0].target} was not measured on {[*lacking[0].args]}, "
+            f"nor {len(lacking) - 1} other calls of this strategy"
+        )
+    operators = sum(timings.calls[call] * count for call, count in rehearsal.calls.items())
+    updates = timings.update_seconds_per_variable * len(rehearsal.variable_bytes)
+    updates += timings.update_seconds_per_byte * sum(rehearsal.variable_bytes)
+    network = sum(mesh.seconds(move.kind, move.axes, move.bytes) * count for move, count in rehearsal.moves.items())
+    return Estimate(timings.step_seconds + operators + updates, network, rehearsal.peak_bytes(slots))
+
+
+def refined(frontier: ModelFrontier, estimates: Mapping[int, Estimate]) -> Frontier:
+    """The frontier of the points that were estimated again, by their place in it; those then dominated are left out."""
+    points: list[FrontierPoint] = [
+        replace(
+            frontier.points[place],
+            time_seconds=found.time_seconds,
+            memory_bytes=found.memory_bytes,
+            compute_seconds=found.compute_seconds,
+            network_seconds=found.network_seconds,
+        )
+        for place, found in estimates.items()
+    ]
+    return Frontier.of(points)

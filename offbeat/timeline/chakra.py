@@ -1,0 +1,405 @@
+"""Timeline ↔ Chakra execution traces (MLCommons), one file `PREFIX.RANK.et` per rank, for simulators that read them.
+
+A file is a sequence of protobuf messages of package ChakraProtoMsg, each behind its length as a varint: one
+GlobalMetadata, then Nodes. The few message types are encoded here, so that no protobuf package is needed:
+
+    Node            1 id, 2 name, 3 type, 4 ctrl_deps, 5 data_deps, 6 start_time_micros, 7 duration_micros, 10 attr
+    GlobalMetadata  1 version, 2 attr
+    AttributeProto  1 name, then one value: 3 double, 5 float, 7 int32, 9 int64, 11 uint32, 13 uint64, 15 sint32,
+                    17 sint64, 19 fixed32, 21 fixed64, 23 sfixed32, 25 sfixed64, 27 bool, 29 string, 31 bytes;
+                    a list of them has the next number and holds its items in field 1
+
+Computing becomes COMP_NODE, a collective COMM_COLL_NODE with `comm_type` and `comm_size`, a wait METADATA_NODE, which
+is no work. A node's `data_deps` are what it followed: computing, the computing before it and, behind a wait, the
+collective that ended the wait; a collective, the computing that completed its gradients. Chakra's times are whole
+microseconds; attributes `offbeat_…`, which other readers pass over, keep nanoseconds and the rest of a span.
+"""
+
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from offbeat import files
+from offbeat.errors import OffbeatError
+from offbeat.timeline.model import COMPUTE, KINDS, NETWORK, Builder, Kind, Timeline
+from offbeat.units import quote
+
+VERSION = "0.0.4"
+"""Of the schema, as Chakra's own converters write it."""
+METADATA, COMPUTING, SENDING, RECEIVING, COLLECTIVE = 1, 4, 5, 6, 7
+"""NodeType; of the others, memory accesses and storage are read as other work."""
+COLLECTIVES = {
+    "all_reduce": 0,
+    "reduce_scatter": 7,
+    "all_gather": 2,
+    "all_to_all": 6,
+    "broadcast": 5,
+    "barrier": 9,
+    "reduce": 1,
+    "gather": 3,
+    "scatter": 4,
+}
+"""CollectiveCommType by the name of a collective, longer names first."""
+_COLLECTIVE_NAME = re.compile("|".join(COLLECTIVES))
+_PREFIX = "offbeat_"
+_TOLERANCE_SECONDS = 1e-6
+_KINDS = {
+    "double": 3,
+    "float": 5,
+    "int32": 7,
+    "int64": 9,
+    "uint32": 11,
+    "uint64": 13,
+    "sint32": 15,
+    "sint64": 17,
+    "fixed32": 19,
+    "fixed64": 21,
+    "sfixed32": 23,
+    "sfixed64": 25,
+    "bool": 27,
+    "string": 29,
+    "bytes": 31,
+}
+_NAMES = {number: name for name, number in _KINDS.items()}
+_FIXED = {"double": "<d", "float": "<f", "fixed32": "<I", "fixed64": "<Q", "sfixed32": "<i", "sfixed64": "<q"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of an execution trace."""
+
+    id: int
+    name: str
+    type: int
+    deps: tuple[int, ...] = ()
+    start_micros: int = 0
+    duration_micros: int = 0
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def write(timeline: Timeline, prefix: str | PathLike[str]) -> list[Path]:
+    """Writes one file per rank and returns their paths, in order of ranks."""
+    zero = float(timeline.start.min()) if len(timeline) else 0.0
+    place = {} if timeline.critical is None else {int(at): n for n, at in enumerate(timeline.critical)}
+    written = []
+    for rank in timeline.ranks:
+        positions = [int(at) for at in np.flatnonzero(timeline.rank == rank)]
+        parts = [_delimited(_metadata(timeline, rank))]
+        for position, deps in _dependencies(timeline, positions):
+            parts.append(_delimited(_node(timeline, position, deps, zero, place.get(position, -1))))
+        path = Path(f"{prefix}.{rank}.et")
+        files.write_atomic(path, b"".join(parts), "execution trace")
+        written.append(path)
+    return written
+
+
+def read(prefix: str | PathLike[str]) -> Timeline:
+    """The timeline of all files `PREFIX.RANK.et`, of Offbeat or of other tools."""
+    folder = Path(prefix).parent
+    pattern = re.compile(re.escape(Path(prefix).name) + r"\.(\d+)\.et")
+    found = sorted((int(match[1]), path) for path in folder.glob("*.et") if (match := pattern.fullmatch(path.name)))
+    if not found:
+        raise OffbeatError(f"{prefix}: there is no execution trace of this name; its files end in .0.et, .1.et, …")
+    heads, nodes = {}, []
+    for rank, path in found:
+        heads[rank], mine = read_file(path)
+        nodes += [(rank, node) for node in mine]
+    if all(_PREFIX + "kind" in node.attributes for _, node in nodes):
+        return _own_timeline(nodes, heads)
+    return _foreign_timeline(nodes, str(prefix))
+
+
+def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Node]]:
+    """One rank's file: the attributes of the whole trace, and its nodes."""
+    content = files.read_bytes(path, "execution trace")
+    try:
+        messages = list(_messages(content))
+        if not messages:
+            raise ValueError("it is empty")
+        head = dict(_attribute(value) for number, value in _fields(messages[0]) if number == 2)
+        return head, [_parse_node(message) for message in messages[1:]]
+    except (ValueError, TypeError, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+        raise OffbeatError(f"{path}: not a Chakra execution trace ({error})") from None
+
+
+# Timeline → nodes
+
+
+def _metadata(timeline: Timeline, rank: int) -> bytes:
+    row = timeline.marked_ranks.index(rank) if rank in timeline.marked_ranks else -1
+    marks = [_nanoseconds(mark) for mark in timeline.marks[row]] if row >= 0 else []
+    peak = timeline.peak_memory[row] if 0 <= row < len(timeline.peak_memory) else -1
+    attributes = [
+        _attr("source", "string", timeline.source),
+        _attr("tracks", "string", list(timeline.tracks)),
+        _attr("notes", "string", list(timeline.notes)),
+        _attr("marks_ns", "int64", marks),
+        _attr("peak_memory", "int64", peak),
+    ]
+    return _text(1, VERSION) + b"".join(_bytes(2, attribute) for attribute in attributes)
+
+
+def _node(timeline: Timeline, position: int, deps: tuple[int, ...], zero: float, place: int) -> bytes:
+    span = timeline[position]
+    # Both ends are rounded, so that spans which met still meet.
+    start, end = round((span.start - zero) * 1e6), round((span.end - zero) * 1e6)
+    attributes = [_attr("is_cpu_op", "bool", False, prefix="")]
+    type_ = METADATA if span.kind == "wait" else COMPUTING
+    if span.kind == "communication":
+        type_ = COLLECTIVE
+        named = _COLLECTIVE_NAME.search(span.name)
+        attributes.append(_attr("comm_type", "int64", COLLECTIVES[named[0]] if named else 0, prefix=""))
+        attributes.append(_attr("comm_size", "int64", span.bytes, prefix=""))
+    queued = [] if span.queued is None else [_nanoseconds(span.queued)]
+    attributes += [
+        _attr("kind", "string", span.kind),
+        _attr("track", "string", span.track),
+        _attr("times_ns", "int64", [_nanoseconds(span.start), _nanoseconds(span.end), *queued]),
+        _attr("numbers", "int64", [span.step, span.bytes, span.task, place]),
+    ]
+    content = _number(1, position + 1) + _text(2, span.name) + _number(3, type_)
+    content += _bytes(5, b"".join(_varint(at + 1) for at in deps)) if deps else b""
+    content += _number(6, start) + _number(7, end - start)
+    return content + b"".join(_bytes(10, attribute) for attribute in attributes)
+
+
+def _dependencies(timeline: Timeline, positions: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The positions of one rank in the order of their starts, each with those it followed."""
+    order = sorted(positions, key=lambda at: (timeline.start[at], timeline.end[at]))
+    communication, wait = KINDS.index("communication"), KINDS.index("wait")
+    sent = sorted((float(timeline.end[at]), at) for at in order if timeline.kind[at] == communication)
+    done: list[tuple[float, int]] = []
+    """Ends of computing so far, ascending."""
+    last: dict[int, int] = {}
+    waiting_since: float | None = None
+    for at in order:
+        start = float(timeline.start[at])
+        deps: list[int] = []
+        if timeline.kind[at] == communication:
+            queued = float(timeline.queued[at])
+            ready = min(start, start if np.isnan(queued) else queued)
+            found = bisect_right(done, (ready + _TOLERANCE_SECONDS, len(timeline)))
+            deps += [done[found - 1][1]] if found else []
+        elif timeline.kind[at] == wait:
+            waiting_since = start if waiting_since is None else waiting_since
+        else:
+            track = int(timeline.track[at])
+            deps += [last[track]] if track in last else []
+            if waiting_since is not None:
+                found = bisect_right(sent, (start + _TOLERANCE_SECONDS, len(timeline)))
+                if found and sent[found - 1][0] >= waiting_since and timeline.start[sent[found - 1][1]] < start:
+                    deps.append(sent[found - 1][1])
+                waiting_since = None
+            last[track] = at
+            end = max(float(timeline.end[at]), done[-1][0] if done else -np.inf)
+            done.append((end, at))
+        yield at, tuple(deps)
+
+
+# Nodes → timeline
+
+
+def _own_timeline(nodes: list[tuple[int, Node]], heads: dict[int, dict[str, Any]]) -> Timeline:
+    first = next(iter(heads.values()))
+    builder = Builder(tuple(first[_PREFIX + "tracks"]))
+    path = {}
+    for rank, node in sorted(nodes, key=lambda item: item[1].id):
+        facts = {name.removeprefix(_PREFIX): value for name, value in node.attributes.items()}
+        times, (step, size, task, place) = [t / 1e9 for t in facts["times_ns"]], facts["numbers"]
+        if place >= 0:
+            path[place] = len(builder.rows)
+        more = {"queued": times[2]} if len(times) > 2 else {}
+        kind = _known_kind(facts["kind"])
+        builder.add(rank, facts["track"], kind, node.name, *times[:2], step=step, bytes=size, task=task, **more)
+    marks = [head[_PREFIX + "marks_ns"] for head in heads.values()]
+    peaks = tuple(head[_PREFIX + "peak_memory"] for head in heads.values())
+    timeline = builder.build(np.array(marks, "f8") / 1e9 if any(marks) else None, first[_PREFIX + "source"])
+    return replace(
+        timeline,
+        notes=tuple(first[_PREFIX + "notes"]),
+        peak_memory=peaks if min(peaks) >= 0 else (),
+        critical=np.array([path[place] for place in sorted(path)], "i8") if path else None,
+    )
+
+
+def _foreign_timeline(nodes: list[tuple[int, Node]], origin: str) -> Timeline:
+    """Collectives are numbered in the order of each rank, which all participants share."""
+    if not any(node.duration_micros for _, node in nodes):
+        raise OffbeatError(f"{origin}: the execution trace has no durations, so there is no timeline in it")
+    builder = Builder()
+    counts: dict[int, int] = {}
+    for rank, node in sorted(nodes, key=lambda item: (item[0], item[1].start_micros)):
+        if node.type == METADATA:
+            continue
+        start, end = node.start_micros / 1e6, (node.start_micros + node.duration_micros) / 1e6
+        if node.type not in (COLLECTIVE, SENDING, RECEIVING):
+            builder.add(rank, COMPUTE, "other", node.name, start, end)
+            continue
+        task = counts.get(rank, 0)
+        counts[rank] = task + 1
+        size = int(node.attributes.get("comm_size", 0))
+        builder.add(rank, NETWORK, "communication", node.name, start, end, bytes=size, task=task)
+    return builder.build(notes=(f"{origin}: the trace has no marks of steps",))
+
+
+def _known_kind(kind: str) -> Kind:
+    if kind not in KINDS:
+        raise OffbeatError(f"execution trace: offbeat_kind: {quote(kind)} is none of {', '.join(KINDS)}")
+    return kind
+
+
+# Protobuf's wire format
+
+
+def _varint(value: int) -> bytes:
+    value &= 2**64 - 1
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _number(field_number: int, value: int) -> bytes:
+    return _varint(field_number << 3) + _varint(value)
+
+
+def _bytes(field_number: int, value: bytes) -> bytes:
+    return _varint(field_number << 3 | 2) + _delimited(value)
+
+
+def _text(field_number: int, value: str) -> bytes:
+    return _bytes(field_number, value.encode())
+
+
+def _delimited(message: bytes) -> bytes:
+    return _varint(len(message)) + message
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(float(seconds) * 1e9)
+
+
+def _attr(name: str, kind: Literal["bool", "int64", "string"], value: Any, prefix: str = _PREFIX) -> bytes:
+    number = _KINDS[kind]
+    head = _text(1, prefix + name)
+    if isinstance(value, list):
+        if kind == "string":
+            return head + _bytes(number + 1, b"".join(_text(1, item) for item in value))
+        return head + _bytes(number + 1, _bytes(1, b"".join(map(_varint, value))))
+    return head + (_text(number, value) if kind == "string" else _number(number, int(value)))
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number has more than 64 bits")
+
+
+def _messages(content: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(content):
+        length, at = _read_varint(content, at)
+        if at + length > len(content):
+            raise ValueError(f"it ends in the middle of a message of {length} bytes")
+        yield content[at : at + length]
+        at += length
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of each field: a number for a varint, else its bytes."""
+    at = 0
+    while at < len(message):
+        tag, at = _read_varint(message, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = _read_varint(message, at)
+            yield tag >> 3, value
+            continue
+        if wire == 2:
+            length, at = _read_varint(message, at)
+        elif wire in (1, 5):
+            length = 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"field {tag >> 3} has the unknown wire type {wire}")
+        if at + length > len(message):
+            raise ValueError(f"field {tag >> 3} is cut off")
+        yield tag >> 3, message[at : at + length]
+        at += length
+
+
+def _attribute(content: int | bytes) -> tuple[str, Any]:
+    name, value = "", None
+    for number, raw in _fields(_as_bytes(content)):
+        if number == 1:
+            name = _as_bytes(raw).decode()
+        elif number in _NAMES:
+            value = _scalar(_NAMES[number], raw)
+        elif number - 1 in _NAMES and number > 2:
+            kind = _NAMES[number - 1]
+            value = [item for _, packed in _fields(_as_bytes(raw)) for item in _items(kind, packed)]
+    return name, value
+
+
+def _items(kind: str, raw: int | bytes) -> Iterator[Any]:
+    """Numbers of a list may be packed into one field or stand in a field each."""
+    if isinstance(raw, int) or kind in ("string", "bytes"):
+        yield _scalar(kind, raw)
+    elif kind in _FIXED:
+        yield from (value for (value,) in struct.iter_unpack(_FIXED[kind], raw))
+    else:
+        at = 0
+        while at < len(raw):
+            value, at = _read_varint(raw, at)
+            yield _scalar(kind, value)
+
+
+def _scalar(kind: str, raw: int | bytes) -> Any:
+    if kind in ("string", "bytes"):
+        return _as_bytes(raw).decode() if kind == "string" else raw
+    if kind in _FIXED:
+        return struct.unpack(_FIXED[kind], _as_bytes(raw))[0]
+    if isinstance(raw, bytes):
+        raise ValueError(f"a value of type {kind} is not a number")
+    if kind.startswith("sint"):
+        return raw >> 1 ^ -(raw & 1)
+    if kind == "bool":
+        return bool(raw)
+    return raw - 2**64 if kind.startswith("int") and raw >= 2**63 else raw
+
+
+def _as_bytes(raw: int | bytes) -> bytes:
+    if isinstance(raw, int):
+        raise ValueError(f"a number, {raw}, stands where a text or a message belongs")
+    return raw
+
+
+def _parse_node(message: bytes) -> Node:
+    numbers = {1: 0, 3: 0, 6: 0, 7: 0}
+    name, deps, attributes = "", [], {}
+    for number, raw in _fields(message):
+        if number in numbers and isinstance(raw, int):
+            numbers[number] = raw
+        elif number == 2:
+            name = _as_bytes(raw).decode()
+        elif number in (4, 5):
+            deps += list(_items("uint64", raw))
+        elif number == 10:
+            key, value = _attribute(raw)
+            attributes[key] = value
+    return Node(numbers[1], name, numbers[3], tuple(deps), numbers[6], numbers[7], attributes)

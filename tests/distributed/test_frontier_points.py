@@ -1,0 +1,21 @@
+"""What the frontier's search returns can be run, and trains with the numbers of a single device."""
+
+import pytest
+from harness import Pools
+
+POINTS = 10
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_points_of_the_frontier_equal_a_single_device(pools: Pools, world: int, model: str):
+    ranks = pools(world).call("frontier_points", name=model, count=POINTS, timeout=150)
+    assert ranks[0]["of_the_frontier"] == POINTS
+    for rank in ranks:
+        assert len(rank["runs"]) >= POINTS
+        assert max(run["losses"] for run in rank["runs"]) < 1e-10
+        assert max(run["weights"] for run in rank["runs"]) < 1e-10
+    # From all weights on every rank to the smallest parts.
+    held = [run["held"] for run in ranks[0]["runs"]]
+    assert min(held) < 0.6
+    assert max(held) > min(held) + 0.3

@@ -1,0 +1,106 @@
+"""A step is rehearsed without computing it, and priced from what was measured."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from offbeat.cluster import ClusterSpec, CollectiveTable
+from offbeat.errors import OffbeatError
+from offbeat.graph import capture
+from offbeat.runtime.sharded.measure import time_calls
+from offbeat.runtime.sharded.rehearse import Move, Rehearsal, rehearse
+from offbeat.runtime.sharded.trace import Program, trace_forward
+from offbeat.search.frontier.baselines import data_parallel
+from offbeat.search.frontier.estimate import Estimate, Timings, estimate, refined
+from offbeat.search.frontier.find import ModelFrontier, find_frontier
+from offbeat.search.frontier.resharding import FineMesh
+
+WORLD = 2
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 256, bias=False)
+        self.second = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))).square().sum()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Wide()
+
+
+@pytest.fixture(scope="module")
+def program(model: nn.Module) -> Program:
+    return trace_forward(model, model.forward, (torch.randn(16, 64),), {})
+
+
+@pytest.fixture(scope="module")
+def frontier(model: nn.Module) -> ModelFrontier:
+    graph = capture(model, (torch.randn(16, 64),), name="wide")
+    return find_frontier(graph, ClusterSpec.homogeneous(nodes=WORLD, devices_per_node=1))
+
+
+@pytest.fixture(scope="module")
+def parallel(model: nn.Module, program: Program, frontier: ModelFrontier) -> Rehearsal:
+    strategy = data_parallel(frontier.prices).strategy
+    return rehearse(program, model, strategy, WORLD)
+
+
+def test_data_parallelism_sums_each_gradient_and_the_loss(parallel: Rehearsal):
+    weight = 64 * 256 * 4
+    expected = Counter({Move("all_reduce", (0,), float(weight)): 2, Move("all_reduce", (0,), 4.0): 1})
+    assert parallel.moves == expected
+    assert parallel.variable_bytes == (weight, weight)
+
+
+def test_products_are_those_of_half_the_batch(parallel: Rehearsal):
+    shapes = {call.args[0].shape for call in parallel.calls if "aten.mm" in str(call.target)}
+    assert (8, 64) in shapes
+    assert (16, 64) not in shapes
+
+
+def test_gradients_and_what_backward_needs_are_held(parallel: Rehearsal):
+    gradients = sum(parallel.variable_bytes)
+    assert gradients <= parallel.step_bytes <= 2.2 * gradients
+    assert parallel.peak_bytes(2) - parallel.peak_bytes(0) == 2 * gradients
+    assert parallel.constant_bytes == 16 * 64 * 4
+
+
+def test_split_weights_need_less(model: nn.Module, program: Program, frontier: ModelFrontier, parallel: Rehearsal):
+    smallest = rehearse(program, model, frontier.points[0].strategy, WORLD)
+    assert sum(smallest.variable_bytes) == sum(parallel.variable_bytes) / WORLD
+    assert smallest.peak_bytes(1) < parallel.peak_bytes(1)
+
+
+def test_a_step_costs_what_its_parts_were_measured_to(parallel: Rehearsal):
+    table = CollectiveTable(collective="all_reduce", groups=((0, 1),), sizes_bytes=(4, 65536), seconds=(0.001, 0.004))
+    mesh = FineMesh(ClusterSpec.homogeneous(nodes=WORLD, devices_per_node=1).replace(tables=(table,)))
+    calls = list(parallel.calls)
+    timings = Timings(dict.fromkeys(calls, 0.01), 0.5, 0.25, 1e-6)
+    found = estimate(parallel, timings, mesh, slots=1)
+    assert found.network_seconds == pytest.approx(0.001 + 2 * 0.004)
+    work = 0.01 * sum(parallel.calls.values()) + 0.5 + 2 * 0.25 + 1e-6 * sum(parallel.variable_bytes)
+    assert found.compute_seconds == pytest.approx(work)
+    assert found.memory_bytes == parallel.peak_bytes(1)
+    with pytest.raises(OffbeatError, match="was not measured"):
+        estimate(parallel, replace(timings, calls={}), mesh, slots=1)
+
+
+def test_every_call_of_a_step_can_be_measured(parallel: Rehearsal):
+    seconds = time_calls(list(parallel.calls), rounds=2)
+    assert len(seconds) == len(parallel.calls)
+    assert all(0 < value < 10 for value in seconds)
+
+
+def test_points_estimated_again_are_a_frontier_again(frontier: ModelFrontier):
+    assert len(frontier.points) >= 2
+    again = refined(frontier, {0: Estimate(2.0, 1.0, 100.0), 1: Estimate(1.0, 1.0, 90.0)})
+    assert [(point.time_seconds, point.memory_bytes) for point in again.points] == [(2.0, 90.0)]
+    assert again.points[0].strategy == frontier.points[1].strategy
