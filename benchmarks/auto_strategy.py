@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import awake
 from step_time import (
     DDP_BUCKETS_MIB,
     PACED_STEP_SECONDS,
@@ -45,11 +44,10 @@ def main() -> None:
         work(json.loads(options.worker))
         return
     rows = []
-    with awake():
-        for model in options.model or ("vgg", "resnet", "transformer"):
-            for regime in options.regime or ("network-bound", "balanced"):
-                rows.append(run(model, regime))
-                print(describe(rows[-1]), file=sys.stderr, flush=True)
+    for model in options.model or ("vgg", "resnet", "transformer"):
+        for regime in options.regime or ("network-bound", "balanced"):
+            rows.append(run(model, regime))
+            print(describe(rows[-1]), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"benchmark": "auto_strategy", "machine": machine(), "rows": rows}, indent=1))
 

@@ -1,44 +1,13 @@
 """How much of the machine others took while something was measured.
 
 A virtual machine's processors are shared with neighbours, whose work shows up as stolen time. Measurements made
-meanwhile are repeated; which of them count is decided by the theft alone, never by what was measured. Processors that
-idle between messages are lent to neighbours and come back late, so they are kept busy with work that yields to any
-other (`awake`).
+meanwhile are repeated; which of them count is decided by the theft alone, never by what was measured.
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 QUIET = 0.02
 """Share of the processors' time below which a measurement counts as undisturbed."""
-
-
-_SPIN = """
-import os
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-while os.getppid() == {parent}:
-    for _ in range(10**6): pass
-"""
-
-
-@contextmanager
-def awake() -> Generator[None, None, None]:
-    """Meanwhile no processor idles; what spins has the lowest priority there is."""
-    if not hasattr(os, "SCHED_IDLE"):
-        yield
-        return
-    program = _SPIN.format(parent=os.getpid())
-    spinning = [subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
 
 
 class Theft:

@@ -121,6 +121,8 @@ def trained(kind: str, train, test, validation, options, epochs: int, seed: int)
     from offbeat.simulate.learned.ranking import Schedule, Simulator
 
     simulator = Simulator(kind, hidden=options.hidden, seed=seed)
+    if kind in ("rnn", "gat") and options.network_epochs:
+        epochs = math.ceil(epochs * options.network_epochs / options.epochs)
     schedule = Schedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5))
     simulator.fit(train, schedule, validation)
     return accuracies(simulator.predict(test.plans), test.seconds)
@@ -168,9 +170,8 @@ def todo(domains: list[Domain], options):
             for split_seed in range(seed, options.seeds * MEASURED_SPLITS, options.seeds):
                 if split_seed == seed or domain.source == "measured":
                     yield within, domain, split_seed
-        for part, seeds in ((transfer, options.transfer_seeds), (curve, options.curve_seeds)):
-            if seed < seeds:
-                yield from ((part, domain, seed) for domain in domains)
+    for part, seeds in ((transfer, options.transfer_seeds), (curve, options.curve_seeds)):
+        yield from ((part, domain, seed) for seed in range(seeds) for domain in domains)
 
 
 def work(domains: list[Domain], options) -> list[dict]:
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--transfer-seeds", type=int, default=3)
     parser.add_argument("--curve-seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--network-epochs", type=int, help="of rnn and gat, which take longest; as --epochs if none")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--keep", type=Path, help="file of results, to which more are added")
     parser.add_argument("--limit", type=float, help="seconds after which no more work is begun")
@@ -260,6 +262,7 @@ def main() -> None:
         "benchmark": "ranking",
         "machine": machine(),
         "epochs": options.epochs,
+        "network_epochs": options.network_epochs or options.epochs,
         "labels": {
             "measured": "medians of real trials on the emulated cluster with paced compute",
             "replayed": "expanded replay at hidden costs of the site, with 2% of noise; predictors are told neither",

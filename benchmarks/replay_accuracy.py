@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import QUIET, Theft, awake
+from quiet import QUIET, Theft
 from step_time import PACED_STEP_SECONDS, build, local_compute_seconds, machine, make_step, parameter_bytes, timed
 
 NETWORK_OVER_COMPUTE = {"slow": 1.4, "fast": 0.6}
@@ -53,10 +53,9 @@ def main() -> None:
     speeds = tuple(options.speed or NETWORK_OVER_COMPUTE)
     rows = []
     try:
-        with awake():
-            for hosts in (2,) if options.real else options.hosts or (2, 4):
-                for model in options.model or ("vgg", "resnet", "transformer"):
-                    rows += evaluate(folder, hosts, model, speeds, paced=not options.real, run_only=options.run_only)
+        for hosts in (2,) if options.real else options.hosts or (2, 4):
+            for model in options.model or ("vgg", "resnet", "transformer"):
+                rows += evaluate(folder, hosts, model, speeds, paced=not options.real, run_only=options.run_only)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

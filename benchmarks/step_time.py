@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import Theft, awake, enough, quietest
+from quiet import Theft, enough, quietest
 
 DDP_BUCKETS_MIB = (0.25, 0.5, 1, 2, 4, 8, 16, 25)
 REGIMES = {"network-bound": 1.6, "balanced": 1.0, "compute-bound": 0.4}
@@ -50,13 +50,12 @@ def main() -> None:
         work(json.loads(options.worker))
         return
     rows = []
-    with awake():
-        for hosts in options.hosts or (2, 4):
-            for model in options.model or MODELS:
-                for regime in options.regime or REGIMES:
-                    row = run_case(hosts, model, regime, options.quick)
-                    rows.append(row)
-                    print(describe(row), file=sys.stderr, flush=True)
+    for hosts in options.hosts or (2, 4):
+        for model in options.model or MODELS:
+            for regime in options.regime or REGIMES:
+                row = run_case(hosts, model, regime, options.quick)
+                rows.append(row)
+                print(describe(row), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"benchmark": "step_time", "machine": machine(), "rows": rows}, indent=1))
 

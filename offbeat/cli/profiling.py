@@ -36,6 +36,8 @@ def profile(
     require_script(script[0])
     if inside_job():
         profile_here(script, output, steps=steps, plain_steps=plain_steps, run_on=run_on)
+        if os.environ["RANK"] == "0":
+            print(f"recorded into {output}; offbeat replay {output} shows what")
         return
     with stdout_to_stderr(as_json):
         code = profile_script(
@@ -174,10 +176,7 @@ def _print_replay(
         return
     print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.3g}x".format)
     print()
-    print(diagnosis.text())
-    if predicted is not None:
-        print()
-        print(diagnose(predicted).text())
+    print((diagnosis if predicted is None else diagnose(predicted)).text())
 
 
 def _calibrated(path: Path) -> dict[str, Any]:

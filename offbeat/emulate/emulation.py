@@ -192,6 +192,8 @@ class Emulation:
             "NCCL_HOSTID": host.name,
             "NCCL_IB_DISABLE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Without it torch warns on every rank that emulated hosts have no names.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
 
     def new_port(self) -> int:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from offbeat import files
 from offbeat.errors import OffbeatError
+from offbeat.units import quote
 
 Phase = Literal["forward", "backward", "optimizer"]
 
@@ -145,30 +146,35 @@ class ModelGraph:
 
     def __post_init__(self) -> None:
         if self.format != 1:
-            raise OffbeatError(f"graph {self.name!r}: format must be 1, got {self.format}")
+            raise OffbeatError(f"graph {quote(self.name)}: format must be 1, got {self.format}")
         operators = self.operator_index
         if len(operators) != len(self.operators):
-            raise OffbeatError(f"graph {self.name!r}: two operators have the same name")
+            raise OffbeatError(f"graph {quote(self.name)}: two operators have the same name")
         if len(self.variable_index) != len(self.variables):
-            raise OffbeatError(f"graph {self.name!r}: two variables have the same name")
+            raise OffbeatError(f"graph {quote(self.name)}: two variables have the same name")
         for position, operator in enumerate(self.operators):
             for name in operator.inputs:
                 if operators.get(name, position) >= position:
                     raise OffbeatError(
-                        f"graph {self.name!r}: operator {operator.name!r} reads {name!r}, which does not run before it"
+                        f"graph {quote(self.name)}: operator {quote(operator.name)} reads {quote(name)}, "
+                        "which does not run before it"
                     )
             for name in operator.variables:
                 if name not in self.variable_index:
-                    raise OffbeatError(f"graph {self.name!r}: operator {operator.name!r} reads no variable {name!r}")
+                    raise OffbeatError(
+                        f"graph {quote(self.name)}: operator {quote(operator.name)} reads no variable {quote(name)}"
+                    )
         for variable in self.variables:
             for used in (variable.first_use, variable.gradient_from):
                 if used is not None and used not in operators:
-                    raise OffbeatError(f"graph {self.name!r}: variable {variable.name!r} names no operator {used!r}")
+                    raise OffbeatError(
+                        f"graph {quote(self.name)}: variable {quote(variable.name)} names no operator {quote(used)}"
+                    )
         tensors: list[Variable | Constant | TensorSpec] = [*self.variables, *self.constants, *self.inputs]
         tensors += [output for operator in self.operators for output in operator.outputs]
         unknown = {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys()
         if unknown:
-            raise OffbeatError(f"graph {self.name!r}: unknown dtype {min(unknown)!r}")
+            raise OffbeatError(f"graph {quote(self.name)}: unknown dtype {quote(min(unknown))}")
 
     @cached_property
     def operator_index(self) -> dict[str, int]:
@@ -228,8 +234,8 @@ class ModelGraph:
 
     @cached_property
     def signature(self) -> str:
-        """Equal for graphs with the same variables, whatever their batch: what a strategy is made for."""
-        return files.digest([(v.name, v.shape, v.dtype, v.sparse) for v in self.variables])
+        """Equal for graphs with the same variables, whatever their batch and order: what a strategy is made for."""
+        return files.digest(sorted((v.name, v.shape, v.dtype, v.sparse) for v in self.variables))
 
     def with_seconds(self, seconds: dict[str, float]) -> "ModelGraph":
         """The same graph with measured operator times."""
@@ -250,9 +256,14 @@ class ModelGraph:
     def from_json(cls, content: bytes | str, origin: str = "graph") -> "ModelGraph":
         """Validates everything; the error names `origin`, the field and the value."""
         try:
-            return _adapter().validate_json(content)
+            graph: ModelGraph = _adapter().validate_json(content)
+            # Numbers beyond 64 bits could be read, but never written again.
+            graph.to_json()
         except ValidationError as error:
             raise OffbeatError(f"{origin}: not a model graph: {files.first_problem(error)}") from None
+        except orjson.JSONEncodeError as error:
+            raise OffbeatError(f"{origin}: not a model graph: {error}") from None
+        return graph
 
     def save(self, path: str | PathLike[str]) -> None:
         files.write_atomic(path, self.to_json(), "model graph")

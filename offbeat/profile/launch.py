@@ -45,7 +45,12 @@ def profile_here(
     if os.environ["RANK"] == "0":
         # The others begin to record only after they have met this rank.
         clear_folder(Path(folder))
-    record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
+    try:
+        record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
+    except SystemExit as ended:
+        # The usual end: enough was recorded.
+        if ended.code:
+            raise
 
 
 def require_script(script: str) -> None:

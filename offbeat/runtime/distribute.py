@@ -319,7 +319,7 @@ def _keep_counting(optimizer: Optimizer) -> None:
         return
 
     def step(*arguments: Any, **options: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined] # what the scheduler looks at
+        optimizer._opt_called = True  # what the scheduler looks at
         return type(optimizer).step(optimizer, *arguments, **options)
 
     setattr(step, _COUNTED, True)

@@ -59,18 +59,13 @@ def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Str
     return simulate(lower(graph, cluster, strategy), costs, memory=False).iteration_time
 
 
-def _one_in_flight(graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
-    strategy = build_strategy("wfbp", graph, cluster)
-    return strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"in_flight": 1})})
-
-
 def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[tuple[str, Strategy]]:
     for bucket in OVERLAP_BUCKETS:
         if bucket <= graph.parameter_bytes:
             for slice_bytes in (bucket, 2 * bucket):
                 options = {"bucket": bucket, "slice_bytes": slice_bytes}
                 yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
-    yield "pace", pace_strategy(graph, cluster, costs, base=_one_in_flight(graph, cluster), slack_seconds=SLACK_SECONDS)
+    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
     searched = optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
     yield "searched", searched
     for bucket in BARRIER_BUCKETS:

@@ -160,7 +160,8 @@ class Chain:
         schedule = Schedule(
             policy="explicit" if issued else "fifo",
             order=issued,
-            in_flight=base.schedule.in_flight,
+            # An order is kept by one message at a time: two under way share the link.
+            in_flight=1,
             mode="barrier" if barrier else kept,
         )
         # Variables keep the order of the base, so that two strategies compare line by line.
@@ -298,11 +299,10 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
         after=(),
         delivers=(),
     )
-    in_flight = plan.strategy.schedule.in_flight
     links = Collectives(plan.cluster)
-    overhead, lag = costs.collective(probe, links, in_flight)
+    overhead, lag = costs.collective(probe, links, in_flight=1)
     megabyte = 10**6
-    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight)
+    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight=1)
     return overhead, lag, (larger - overhead) / megabyte
 
 

@@ -36,7 +36,8 @@ def pace_strategy(
     """
     costs = costs or Costs()
     start = base or build_strategy("wfbp", graph, cluster)
-    start = start.model_copy(update={"schedule": Schedule(mode="deferred", in_flight=start.schedule.in_flight)})
+    # Two messages under way would share the link, and the urgent one would come late.
+    start = start.model_copy(update={"schedule": Schedule(mode="deferred", in_flight=1)})
     if not graph.gradient_order:
         return start.model_copy(update={"name": "pace"})
     chain = chain_of(lower(graph, cluster, start), costs, coarsen=coarsen, slack_seconds=slack_seconds)

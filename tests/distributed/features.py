@@ -144,7 +144,7 @@ def two_backwards(strategy: str, forwards_first: bool) -> dict[str, Any]:
 
 
 def groups_and_schedule(strategy: str, each_step: bool, before: bool = False) -> dict[str, Any]:
-    """Two parameter groups with their own rates, and a scheduler that changes them, made before distribute() or after."""
+    """Parameter groups with their own rates, and a scheduler that changes them, made before distribute() or after."""
     schedulers: dict[int, StepLR] = {}
 
     def optimize(model: nn.Module) -> torch.optim.Optimizer:

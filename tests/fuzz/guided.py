@@ -25,7 +25,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from offbeat.profile.source import load_recording
     from offbeat.search.auto.store import TrialStore
     from offbeat.strategy import Strategy
-    from offbeat.timeline import Timeline
+    from offbeat.timeline.chrome import read as read_timeline
 
     def read_store(path: Path) -> None:
         with TrialStore(path) as store:
@@ -40,7 +40,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         "cluster": ClusterSpec.load,
         "kineto": load_recording,
         "flight": read_dump,
-        "timeline": Timeline.load,
+        "timeline": read_timeline,
         "store": read_store,
         "recorder": load_recording,
         "trials": import_trials,

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from offbeat import files
 from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
 from offbeat.profile import stream
 from offbeat.profile.measure import Profile
 from offbeat.profile.source import load_recording
 from offbeat.profile.traces import read_rank, read_traces
 from offbeat.search.auto.store import Domain, TrialStore
 from offbeat.strategy import Strategy
+from offbeat.strategy.validate import check_fits
 from offbeat.timeline import Timeline
 from tests.fuzz import seeds
 from tests.fuzz.run import MOST_SECONDS, fuzz
@@ -212,7 +214,7 @@ def test_a_graph_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypat
     packed = zlib.compress(b" " * 10_000_000)
     path = changed_store(tmp_path, "UPDATE domains SET graph = ?", values=(packed,))
     monkeypatch.setattr(files, "MAX_BYTES", 1_000_000)
-    with TrialStore(path) as store, pytest.raises(OffbeatError, match="takes 1000000 bytes or more"):
+    with TrialStore(path) as store, pytest.raises(OffbeatError, match="unpacks to 1000000 bytes or more"):
         store.load_domain(store.domains()[0])
     damaged = changed_store(tmp_path, "UPDATE domains SET graph = ?", values=(b"x" + packed,))
     with TrialStore(damaged) as store, pytest.raises(OffbeatError, match="a model graph in it is damaged"):
@@ -299,3 +301,29 @@ def test_a_calibration_of_nothing_but_zeros_is_used(tmp_path: Path) -> None:
     found = load_recording(tmp_path)
     assert isinstance(found, Profile)
     assert found.costs.collectives["all_reduce", 2].seconds_per_byte == 0
+
+
+def test_a_refusal_stays_short_however_much_it_quotes() -> None:
+    ranks = list(range(5000))
+    with pytest.raises(OffbeatError) as caught:
+        Strategy.from_json(json.dumps({"replicas": [*ranks, 0]}))
+    assert len(str(caught.value)) < 300
+    with pytest.raises(OffbeatError) as caught:
+        Strategy.from_json(json.dumps({"format": ranks}))
+    assert len(str(caught.value)) < 300
+    unknown = Strategy.from_json(json.dumps({"variables": {"x" * 5000: {}}}))
+    with pytest.raises(OffbeatError, match="has no trainable variable 'xxx") as caught:
+        check_fits(unknown, seeds.graph(), seeds.cluster())
+    assert len(str(caught.value)) < 300
+
+
+def test_a_graph_with_numbers_beyond_64_bits_is_refused() -> None:
+    document = json.loads(seeds.graph().to_json())
+    document["operators"][0]["flops"] = 2**70
+    with pytest.raises(OffbeatError, match="graph: not a model graph: Integer exceeds 64-bit range"):
+        ModelGraph.from_json(json.dumps(document))
+    document["operators"][0]["flops"] = 1
+    document["variables"][0]["dtype"] = "x" * 5000
+    with pytest.raises(OffbeatError, match="unknown dtype") as caught:
+        ModelGraph.from_json(json.dumps(document))
+    assert len(str(caught.value)) < 300
