@@ -2,7 +2,7 @@
 
     python benchmarks/auto_strategy.py --json [--model vgg ...] [--regime balanced ...]
 
-On four paced hosts, for each model and bandwidth: every builder and eight bucket sizes of DDP are tried for some steps;
+On two paced hosts, for each model and bandwidth: every builder and eight bucket sizes of DDP are tried for some steps;
 then short blocks of the two best builders, the two best bucket sizes and "auto" alternate. "auto" has had 30 steps
 before, in which it recorded, predicted and switched (that a switch leaves the numbers alone is tested in
 tests/distributed/test_online.py). Times are medians in milliseconds.
@@ -27,7 +27,7 @@ from step_time import (
     timed,
 )
 
-HOSTS = 4
+HOSTS = 2
 BLOCKS, STEPS, COLD_STEPS = 5, 8, 30
 SKIPPED = ("random_axis_all_reduce",)
 """Builders that draw lots."""

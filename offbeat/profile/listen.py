@@ -30,6 +30,10 @@ LEAST_WAIT_SECONDS = 2e-5
 """Shorter waits are not worth a note."""
 
 
+_LISTENER = "_offbeat_listener"
+"""Attribute of a DDP model that is listened to."""
+
+
 class Sink(Protocol):
     """Takes note of collectives."""
 
@@ -40,31 +44,57 @@ class Sink(Protocol):
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None: ...
 
 
-def listen_to_buckets(model: DistributedDataParallel, sink: Sink) -> bool:
-    """Times each bucket's all-reduce; False if the job has a communication hook of its own, which must stay."""
-    if model._comm_hooks:
-        return False
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    known: dict[int, str] = {}
-    world = dist.get_world_size(model.process_group)
+class BucketListener:
+    """Times each all-reduce of a DDP model's buckets for `sink`, while there is one.
 
-    def exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        queued = time.perf_counter()
-        tensor = bucket.buffer().div_(world)
-        first = known.get(tensor.data_ptr())
-        if first is None:
-            first = ",".join(names[id(parameter)] for parameter in bucket.parameters())
-            known[tensor.data_ptr()] = first
-        issued = time.perf_counter()
-        future = dist.all_reduce(tensor, group=model.process_group, async_op=True).get_future()
-        number, size = bucket.index(), tensor.numel() * tensor.element_size()
+    DDP keeps its communication hook for good, so the listener stays with the model and serves later recorders too.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.sink: Sink | None = None
+        self.group = model.process_group
+        self.world = dist.get_world_size(self.group)
+        self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self.known: dict[int, str] = {}
+        model.register_comm_hook(self, _exchange)
+
+    def remove(self) -> None:
+        self.sink = None
+
+    def named(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> str:
+        """The bucket's variables."""
+        known = self.known.get(tensor.data_ptr())
+        if known is None:
+            known = ",".join(self.names[id(parameter)] for parameter in bucket.parameters())
+            self.known[tensor.data_ptr()] = known
+        return known
+
+
+def listen_to_buckets(model: DistributedDataParallel, sink: Sink) -> BucketListener | None:
+    """Starts to time each bucket's all-reduce; None if the job has a communication hook of its own, which must stay."""
+    listener = vars(model).get(_LISTENER)
+    if listener is None:
+        if model._comm_hooks:
+            return None
+        listener = vars(model)[_LISTENER] = BucketListener(model)
+    listener.sink = sink
+    return listener
+
+
+def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    queued = time.perf_counter()
+    tensor = bucket.buffer().div_(listener.world)
+    issued = time.perf_counter()
+    future = dist.all_reduce(tensor, group=listener.group, async_op=True).get_future()
+    sink = listener.sink
+    if sink is not None:
+        number, size, first = bucket.index(), tensor.numel() * tensor.element_size(), listener.named(bucket, tensor)
         future.add_done_callback(
-            lambda _: sink.collective(number, "all_reduce", first, size, world, queued, issued, time.perf_counter())
+            lambda _: sink.collective(
+                number, "all_reduce", first, size, listener.world, queued, issued, time.perf_counter()
+            )
         )
-        return future.then(lambda done: done.value()[0])
-
-    model.register_comm_hook(None, exchange)
-    return True
+    return future.then(lambda done: done.value()[0])
 
 
 class CollectiveListener:

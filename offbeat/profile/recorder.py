@@ -197,8 +197,11 @@ class Recorder:
         self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         plain = "fsdp2" if isinstance(module, _sharded_modules()) else "other"
         self.kind = "ddp" if isinstance(module, DistributedDataParallel) else plain
-        if isinstance(module, DistributedDataParallel) and listen_to_buckets(module, self):
-            return
+        if isinstance(module, DistributedDataParallel):
+            buckets = listen_to_buckets(module, self)
+            if buckets is not None:
+                self.handles.append(buckets)
+                return
         self.listener = CollectiveListener(self)
         self.handles.append(self.listener)
 

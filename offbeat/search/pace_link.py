@@ -7,6 +7,7 @@ are seconds. A job of zero seconds needs no collective: it ends when it is ready
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,12 +50,20 @@ def checked(name: str, values: Values, count: int | None = None) -> Floats:
         raise OffbeatError(f"{name} must be a list of numbers, not an array of {array.ndim} axes")
     if count is not None and len(array) != count:
         raise OffbeatError(f"{name} has {len(array)} values, ready has {count}")
-    # A comparison with NaN is false, so this finds NaN as well as negative and infinite values.
-    wrong = ~((array >= 0) & (array < np.inf))
-    if wrong.any():
-        index = int(wrong.argmax())
+    index = _first_wrong(array)
+    if index >= 0:
         raise OffbeatError(f"{name}[{index}] must be finite and not negative, got {array[index]}")
     return array
+
+
+@njit(cache=True)
+def _first_wrong(values: Any) -> int:
+    """Index of the first value that is negative or not finite, or -1."""
+    for index in range(len(values)):
+        # A comparison with NaN is false.
+        if not 0.0 <= values[index] < np.inf:
+            return index
+    return -1
 
 
 def checked_seconds(name: str, value: float) -> float:
@@ -69,13 +78,18 @@ def schedule_of(
 ) -> Schedule:
     """What the kernels return, as a Schedule."""
     slices, count, completion, _ = served
-    rows = slices[:count].tolist()
+    jobs, starts, ends = slices[:count].T.tolist()
     return Schedule(
-        makespan=float((completion + tail).max()) if len(tail) else 0.0,
-        slices=tuple((int(job), start, end) for job, start, end in rows),
+        makespan=makespan_of(completion, tail) if len(tail) else 0.0,
+        slices=tuple(zip(map(int, jobs), starts, ends, strict=True)),
         completion=tuple(completion.tolist()),
-        groups=tuple((job,) for job in range(len(tail))) if groups is None else tuple(map(tuple, groups)),
+        groups=_alone(len(tail)) if groups is None else tuple(map(tuple, groups)),
     )
+
+
+@lru_cache
+def _alone(count: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((job,) for job in range(count))
 
 
 @njit(cache=True)

@@ -104,6 +104,32 @@ def test_two_ranks_are_recorded_and_replayed(job: str, sent: float, tmp_path: Pa
     assert (tmp_path / "trace" / "calibration.json").exists()
 
 
+TWICE = f"""
+import offbeat
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.3)
+optimizer = sgd(model)
+for name in ("one", "two"):
+    with offbeat.Recorder(name, calibrate=False) as recorder:
+        train(model, optimizer, {STEPS}, lambda step: recorder.step())
+    train(model, optimizer, 2)
+dist.destroy_process_group()
+"""
+
+
+def test_a_ddp_job_can_be_recorded_again(tmp_path: Path) -> None:
+    """DDP keeps its communication hook, so the second recorder must find the first one's."""
+    (tmp_path / "train.py").write_text(MODEL + TWICE)
+    done = run(["run", "train.py", "-n", "2", "--timeout", "120"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    sent = []
+    for name in ("one", "two"):
+        traces, _ = read_traces(tmp_path / name)
+        sent.append([(row.name, row.bytes) for row in traces[0].steps[-2].communication])
+    assert len(sent[0]) > 1
+    assert sent[1] == sent[0]
+
+
 @pytest.mark.slow
 def test_a_script_of_one_process(tmp_path: Path) -> None:
     facts = profile_job("other", 1, tmp_path)
