@@ -43,7 +43,7 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
 from offbeat.strategy.model import SERVERS
 from offbeat.timeline import KINDS, Timeline
-from offbeat.timeline.diagnosis import Diagnosis, RankTime, diagnose
+from offbeat.timeline.diagnosis import Diagnosis, RankTime, diagnose, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
@@ -189,7 +189,7 @@ class Session:
             "bound": _bound(diagnosis),
             "straggler": None if diagnosis.straggler is None else diagnosis.straggler.rank,
             "blame": [
-                {"name": blame.name[:200], "seconds": blame.exposed_seconds, "bytes": blame.bytes}
+                {"name": short_name(blame.name)[:200], "seconds": blame.exposed_seconds, "bytes": blame.bytes}
                 for blame in diagnosis.blame
             ],
             "kinds": [KINDS[number] for number in sorted(set(timeline.kind.tolist()))],

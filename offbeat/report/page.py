@@ -20,6 +20,7 @@ from offbeat import files
 from offbeat.report.contents import PARTS, Recording, Report, make_report
 from offbeat.report.pack import MOST_BYTES, pack_timeline
 from offbeat.timeline import KINDS
+from offbeat.timeline.diagnosis import short_name
 from offbeat.units import format_bytes, format_seconds
 
 SCRIPTS = ("charts.js", "timeline.js", "report.js")
@@ -69,7 +70,12 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"seconds": _seconds, "bytes": format_bytes, "percent": "{:.1%}".format}
+    environment.filters |= {
+        "seconds": _seconds,
+        "bytes": format_bytes,
+        "percent": "{:.1%}".format,
+        "short_name": short_name,
+    }
     environment.filters["signed_percent"] = lambda share: f"{share:+.1%}".replace("-", "−")
     return environment.from_string(asset("report.html.j2"))
 

@@ -399,7 +399,7 @@ def _table(ranks: tuple[RankTime, ...]) -> list[str]:
     return lines
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A bucket is called after all its tensors; two of them and their number are enough to know it by."""
     names = name.split(",")
     return name if len(names) < 3 else f"{names[0]} to {names[-1]}, {len(names)} tensors"
@@ -414,7 +414,7 @@ def _findings(diagnosis: Diagnosis) -> list[str]:
     else:
         lines = [f"straggler: the others wait {_show(straggler.seconds)} per step for rank {straggler.rank}"]
     lines += [
-        f"  {_short(blame.name)} ({format_bytes(blame.bytes)}): {_show(blame.exposed_seconds)} exposed, "
+        f"  {short_name(blame.name)} ({format_bytes(blame.bytes)}): {_show(blame.exposed_seconds)} exposed, "
         f"{_show(blame.waiting_seconds)} waiting"
         for blame in diagnosis.blame
     ]

@@ -1,0 +1,54 @@
+"""A recorded folder → docs/images/report.png and view.png, as a browser shows them.
+
+python tools/screenshots.py trace/
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from offbeat.report import write_report
+from offbeat.report.live import Session
+from offbeat.report.server import LiveServer
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+sys.path.insert(0, str(ROOT / "tests" / "browser"))
+from conftest import CHROMIUM, DRIVER, OPTIONS  # noqa: E402 - the tests' browser is the one to show pages with
+
+
+def main(trace: Path) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="offbeat-browser-", ignore_cleanup_errors=True) as folder:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        for option in (*OPTIONS, f"--user-data-dir={folder}", "--window-size=1280,1100"):
+            options.add_argument(option)
+        browser = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+        try:
+            report = Path(folder) / "report.html"
+            write_report(report, trace)
+            shoot(browser, report.as_uri(), "report.png")
+            server = LiveServer(Session.of_recording(trace))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            shoot(browser, server.url, "view.png")
+            server.shutdown()
+        finally:
+            browser.quit()
+
+
+def shoot(browser: Any, address: str, name: str) -> None:
+    browser.get(address)
+    # Charts are drawn after the page has loaded, and rankings arrive later still.
+    time.sleep(8)
+    browser.save_screenshot(str(IMAGES / name))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
