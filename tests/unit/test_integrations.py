@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import StepLR
 
 import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph.skeleton import skeleton
-from offbeat.integrations import ddp, joining
+from offbeat.integrations import ddp
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 
 
@@ -102,30 +101,6 @@ def test_a_missing_package_names_its_extra(
     monkeypatch.delitem(sys.modules, f"offbeat.integrations.{module}", raising=False)
     with pytest.raises(OffbeatError, match=extra):
         importlib.import_module(f"offbeat.integrations.{module}")
-
-
-def test_a_scheduler_made_before_does_not_hide_the_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's schedulers keep the optimizer's step of their time; it must be the distributed one that runs."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    stepped = []
-
-    class Distributed(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            stepped.append(closure)
-
-    def distribute(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        optimizer.__class__ = Distributed
-        model._offbeat = "runtime"
-
-    monkeypatch.setattr(joining, "distribute", distribute)
-    assert joining.join(model, optimizer, "overlap") == "runtime"
-    optimizer.step()
-    # It warns, and warnings are errors here, if it does not find its mark or thinks that no step came before.
-    scheduler.step()
-    assert stepped == [None]
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_no_hook_without_encoders() -> None:

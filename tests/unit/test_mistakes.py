@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -165,23 +164,30 @@ def test_every_command_is_interrupted_somewhere() -> None:
 def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
     timeline.save("t.json")
     Path("endless.py").write_text(ENDLESS)
-    job = subprocess.Popen(
+    with subprocess.Popen(
         [*OFFBEAT, command, *LONG[command]],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        time.sleep(1.5)
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGINT)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    # Ended by the signal itself, as shells expect it of a program that was interrupted while it still loaded.
+    ) as job:
+        try:
+            errors = _interrupt(job)
+        finally:
+            job.kill()
+    # Pressed twice, the signal itself ends a program that is about to end.
     assert job.returncode in (0, 1, 130, -signal.SIGINT), errors
     assert "Traceback" not in errors
-    if job.returncode not in (0, 1):
+    if job.returncode == 130:
         assert "interrupted" in errors
+
+
+def _interrupt(job: subprocess.Popen[str]) -> str:
+    """What it says; pressed again where a library swallowed the first while it was being loaded."""
+    for _ in range(5):
+        try:
+            return job.communicate(timeout=1.5 if job.poll() is None else 10)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGINT)
+    return job.communicate(timeout=30)[1]
