@@ -25,7 +25,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.mark.timing
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("document", [pytest.param("README.md", marks=pytest.mark.slow), "docs/tutorial.md"])
 def test_all_commands_run(document: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     found = commands(document)

@@ -62,11 +62,11 @@ def _drain_and_wait(process: subprocess.Popen[bytes], deadline: float) -> int | 
     ("builder", "options", "victim", "blow"),
     [
         ("overlap", {}, 2, signal.SIGKILL),
-        ("wfbp", {}, 3, signal.SIGKILL),
+        pytest.param("wfbp", {}, 3, signal.SIGKILL, marks=pytest.mark.slow),
         ("ps_load_balanced", {"servers": "ranks"}, 1, signal.SIGKILL),
-        ("sharded", {}, 0, signal.SIGKILL),
+        pytest.param("sharded", {}, 0, signal.SIGKILL, marks=pytest.mark.slow),
         ("overlap", {}, 2, signal.SIGSTOP),
-        ("overlap", {}, 0, signal.SIGSTOP),
+        pytest.param("overlap", {}, 0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
     ids=["all_reduce", "barrier", "servers", "first_rank", "stopped", "stopped_first_rank"],
 )

@@ -6,8 +6,17 @@ from harness import Pools
 POINTS = 10
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "model"),
+    [
+        (2, "mlp"),
+        (2, "cnn"),
+        (2, "transformer"),
+        pytest.param(4, "mlp", marks=pytest.mark.slow),
+        pytest.param(4, "cnn", marks=pytest.mark.slow),
+        (4, "transformer"),
+    ],
+)
 def test_points_of_the_frontier_equal_a_single_device(pools: Pools, world: int, model: str):
     ranks = pools(world).call("frontier_points", name=model, count=POINTS, timeout=150)
     assert ranks[0]["of_the_frontier"] == POINTS

@@ -116,6 +116,7 @@ def test_a_script_is_tuned_as_it_is(tmp_path: Path):
     assert "the script ended after 1 of 4 timed steps" in ended.error
 
 
+@pytest.mark.slow
 def test_the_verb_tunes_a_function_and_resumes(tmp_path: Path):
     settings = {"store": tmp_path / "t.sqlite", "trial_options": PATIENT}
     options = Options(guide="replay", candidates=10)
