@@ -55,20 +55,19 @@ def _run(line: str, folder: Path) -> None:
 
 def _look(line: str, folder: Path) -> None:
     """Starts a page, reads it and ends it with Ctrl-C, as a reader would."""
-    page = subprocess.Popen(
+    with subprocess.Popen(
         shlex.split(line), cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        assert page.stdout is not None
-        shown = ""
-        while not (address := re.search(r"http://\S+", shown)):
-            text = page.stdout.readline()
-            assert text, f"{line} ended and printed {shown!r}"
-            shown += text
-        with urllib.request.urlopen(address[0], timeout=20) as answer:
-            assert answer.status == 200
-        page.send_signal(signal.SIGINT)
-        assert page.wait(20) in (0, 130)
-    finally:
-        page.kill()
-        page.wait()
+    ) as page:
+        try:
+            assert page.stdout is not None
+            shown = ""
+            while not (address := re.search(r"http://\S+", shown)):
+                text = page.stdout.readline()
+                assert text, f"{line} ended and printed {shown!r}"
+                shown += text
+            with urllib.request.urlopen(address[0], timeout=20) as answer:
+                assert answer.status == 200
+            page.send_signal(signal.SIGINT)
+            assert page.wait(20) in (0, 130)
+        finally:
+            page.kill()
