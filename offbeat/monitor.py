@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Literal, TextIO
@@ -174,7 +173,7 @@ class Monitor:
         self.steps += 1
         place = self.steps % self.every
         if engine is not None:
-            self._sample.end(engine)
+            self._sample.end(engine, self._seconds[-1])
         if place == 0:
             self._show(self._reading(engine))
             self._seconds.clear()
@@ -188,19 +187,19 @@ class Monitor:
     def _detach(self) -> None:
         engine = self._engine
         if engine is not None:
-            self._sample.end(engine)
+            self._sample.end(engine, 0.0)
 
     # What is known of them
 
     def _reading(self, engine: Any) -> Reading:
         exposed, network, strategy = None, None, ""
+        seconds = median(self._seconds)
         if engine is not None:
-            exposed, network = self._sample.take()
+            exposed, network = self._sample.take(seconds)
             strategy = f"{engine.plan.strategy.name} in {engine.mode} mode"
         elif isinstance(self.model, DistributedDataParallel):
             exposed, network = _ddp_counters(self.model)
             strategy = "DDP"
-        seconds = median(self._seconds)
         return Reading(self.steps, seconds, exposed, network, self.predicted_seconds, strategy)
 
     def _keep_prediction(self, engine: Any) -> None:
@@ -234,24 +233,30 @@ class _Sample:
     def __init__(self) -> None:
         self.waited = 0.0
         self.sent: list[tuple[float, float]] = []
-        self.steps = 0
+        self.seconds = 0.0
+        """Of the observed steps together."""
 
     def begin(self, engine: Any) -> None:
         """The step that begins is observed, unless a recorder observes it."""
         if engine.observer is None:
             engine.observer = self
 
-    def end(self, engine: Any) -> None:
-        """The step has ended."""
+    def end(self, engine: Any, seconds: float) -> None:
+        """The step has ended, after so long."""
         if engine.observer is self:
             engine.observer = None
-            self.steps += 1
+            self.seconds += seconds
 
-    def take(self) -> tuple[float | None, float | None]:
-        """Seconds per step in which this rank waited, and in which something was under way; starts over."""
-        waited, sent, steps = self.waited, self.sent, self.steps
-        self.waited, self.sent, self.steps = 0.0, [], 0
-        return (waited / steps, _covered(sent) / steps) if steps else (None, None)
+    def take(self, step_seconds: float) -> tuple[float | None, float | None]:
+        """Seconds of a usual step in which this rank waited, and in which something was under way; starts over.
+
+        Observed steps may have been longer than the usual one, so their shares count.
+        """
+        waited, sent, seconds = self.waited, self.sent, self.seconds
+        self.waited, self.sent, self.seconds = 0.0, [], 0.0
+        if not seconds:
+            return None, None
+        return waited / seconds * step_seconds, _covered(sent) / seconds * step_seconds
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         self.sent.append((issued, finished))
@@ -311,23 +316,17 @@ def _local_recorder() -> Any:
 def _predict(runtime: Any, lines: list[dict[str, Any]]) -> float | None:
     """Seconds of a step with the present plan, by replay of what was recorded; None if it cannot be replayed."""
     # Replay loads a compiler, which a job that asks for no prediction need not wait for.
-    from offbeat.cost.measured import CollectiveFit, Costs
-    from offbeat.profile.measure import make_profile, with_variables_of
-    from offbeat.profile.traces import parse_rank
+    from offbeat.profile.measure import profile_in_place
     from offbeat.search.candidates import predict
 
     strategy, retimer = runtime.plan.strategy, runtime.retimer
-    fits = {}
-    if retimer is not None:
-        fit = CollectiveFit(overhead_seconds=retimer.latency, latency_seconds=0.0, seconds_per_byte=retimer.per_byte)
-        fits = {("all_reduce", len(runtime.plan.replicas)): fit}
+    link = None if retimer is None else (retimer.latency, retimer.per_byte)
     try:
-        trace = parse_rank(iter(orjson.loads(orjson.dumps(lines))), Path("rank0"))
-        profile = make_profile([trace], Costs(collectives=fits), strategy)
+        recorded = [orjson.loads(orjson.dumps(lines))]
+        profile = profile_in_place(recorded, link, len(runtime.plan.replicas), strategy, runtime.plan.graph)
         mode = runtime.engine.wanted_mode
         fixed = profile.strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": mode})})
-        graph = with_variables_of(profile.graph, runtime.plan.graph)
-        return predict(graph, profile.cluster, profile.costs, fixed)
+        return predict(profile.graph, profile.cluster, profile.costs, fixed)
     except Exception as error:
         # A job must not end because it could not be predicted.
         log.warning("offbeat shows no prediction, because the recorded steps cannot be replayed: %s", error)

@@ -11,8 +11,6 @@ import logging
 import time
 import zlib
 from collections.abc import Generator
-from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,12 +19,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
-from offbeat.profile.measure import Profile, make_profile, with_variables_of
+from offbeat.profile.measure import Profile, profile_in_place
 from offbeat.profile.recorder import MemoryRecorder
-from offbeat.profile.traces import parse_rank
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
 from offbeat.search.candidates import Candidate, candidates
@@ -212,15 +208,8 @@ class Tuner:
         }
 
     def _profile(self, gathered: list[bytes]) -> Profile:
-        traces = [
-            parse_rank(iter(orjson.loads(zlib.decompress(packed))), Path(f"rank{number}"))
-            for number, packed in enumerate(gathered)
-        ]
-        seconds, per_byte = self.link
-        fit = CollectiveFit(overhead_seconds=seconds, latency_seconds=0.0, seconds_per_byte=per_byte)
-        costs = Costs(collectives={("all_reduce", self.world): fit})
-        profile = make_profile(traces, costs, self.runtime.plan.strategy)
-        return replace(profile, graph=with_variables_of(profile.graph, self.graph))
+        recorded = [orjson.loads(zlib.decompress(packed)) for packed in gathered]
+        return profile_in_place(recorded, self.link, self.world, self.runtime.plan.strategy, self.graph)
 
 
 def _worth_trying(found: list[Candidate], present: Candidate, usual: float, tried: list[str]) -> Candidate | None:

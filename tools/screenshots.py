@@ -5,7 +5,6 @@ python tools/screenshots.py trace/
 
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from selenium.webdriver.chrome.service import Service
 
 from offbeat.report import write_report
 from offbeat.report.live import Session
-from offbeat.report.server import LiveServer
+from offbeat.report.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -35,10 +34,8 @@ def main(trace: Path) -> None:
             report = Path(folder) / "report.html"
             write_report(report, trace)
             shoot(browser, report.as_uri(), "report.png")
-            server = LiveServer(Session.of_recording(trace))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            shoot(browser, server.url, "view.png")
-            server.shutdown()
+            with serving(Session.of_recording(trace)) as server:
+                shoot(browser, server.url, "view.png")
         finally:
             browser.quit()
 

@@ -233,6 +233,28 @@ class ClusterSpec(BaseModel):
         """The same cluster with other fields, checked."""
         return type(self)(**({field: getattr(self, field) for field in type(self).model_fields} | changes))
 
+    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "ClusterSpec":
+        """The same with so many times the bandwidth and the latency of every link, inside nodes as well.
+
+        Of a measured collective the time of the smallest size counts as latency, what larger ones take longer as bytes.
+        """
+        factors = {"bandwidth": bandwidth, "latency": latency, "intra_bandwidth": bandwidth, "intra_latency": latency}
+        tables = tuple(
+            table.model_copy(
+                update={
+                    "seconds": tuple(
+                        table.seconds[0] * latency + (taken - table.seconds[0]) / bandwidth for taken in table.seconds
+                    )
+                }
+            )
+            for table in self.tables
+        )
+        return self.replace(
+            nodes=tuple(_scaled(node, factors) for node in self.nodes),
+            links=tuple(_scaled(link, factors) for link in self.links),
+            tables=tables,
+        )
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         # Pydantic's own would keep the tables built for the old nodes and skip the checks.
         return type(self)(**({field: getattr(self, field) for field in type(self).model_fields} | dict(update or {})))
@@ -380,3 +402,10 @@ class ClusterSpec(BaseModel):
 
 def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(ring, ring[1:] + ring[:1], strict=True)) if len(ring) > 1 else []
+
+
+def _scaled(part: Any, factors: Mapping[str, float]) -> Any:
+    """A node or a link with some of its figures multiplied, where it has them."""
+    figures = {name: getattr(part, name, None) for name in factors}
+    changed = {name: figure * factors[name] for name, figure in figures.items() if figure is not None}
+    return part.model_copy(update=changed)

@@ -1,20 +1,14 @@
-"""A module and a number of ranks → as many processes on this machine, started as torchrun would, and how they ended."""
+"""A script and a number of ranks → as many processes on this machine that run it, recorded or not, and an exit code."""
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
+from offbeat.launch import LOOPBACK, LocalJob, free_port
 
 TIMED_OUT = 124
 _SIGNALLED = 128
-_GRACE_SECONDS = 5.0
-_POLL_SECONDS = 0.05
 RECORDED_FILES = ("rank*.jsonl", "calibration.json", "strategy.json", "overhead.json")
 """What a recording consists of; those of an earlier run would be mixed with the new ones."""
 
@@ -86,65 +80,11 @@ def run_script(arguments: Sequence[str], ranks: int, variables: Mapping[str, str
     `arguments` are Python's, `variables` join every rank's environment. When one rank fails the others are ended,
     because they would wait for it.
     """
-    port = _free_port()
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            environment = {**rank_environment(rank, ranks, port), **variables}
-            # Ctrl-C reaches this process alone, which then ends the ranks; a traceback of each would hide the reason.
-            processes.append(subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True))
-        return _follow(processes, None if timeout is None else time.monotonic() + timeout)
-    finally:
-        _stop(processes)
-
-
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun gives to a worker; what the user has set stays."""
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    if sys.platform == "linux":
-        # The name of a machine often resolves to no address that it can reach.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if ranks > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
-
-
-def _follow(processes: list[subprocess.Popen[bytes]], until: float | None) -> int:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed:
-            return failed[0] if failed[0] > 0 else _SIGNALLED - failed[0]
-        if None not in codes:
-            return 0
-        if until is not None and time.monotonic() >= until:
+    master = (LOOPBACK, free_port(LOOPBACK))
+    with LocalJob(arguments, range(ranks), ranks, master, variables, captured=False) as job:
+        if not job.wait(timeout):
             return TIMED_OUT
-        time.sleep(_POLL_SECONDS)
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.terminate()
-    until = time.monotonic() + _GRACE_SECONDS
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until - time.monotonic()))
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        failed = [end.returncode for end in job.finish() if end.outcome == "exited" and end.returncode]
+    if not failed:
+        return 0
+    return failed[0] if failed[0] > 0 else _SIGNALLED - failed[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,16 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Operator, Variable, update_operators
 from offbeat.profile.interference import fit_interference, shares
-from offbeat.profile.traces import RankTrace, Step, align, backward_spans, forward_spans, read_traces, to_timeline
+from offbeat.profile.traces import (
+    RankTrace,
+    Step,
+    align,
+    backward_spans,
+    forward_spans,
+    parse_rank,
+    read_traces,
+    to_timeline,
+)
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import Timeline
 
@@ -53,11 +63,25 @@ class Profile:
 
     def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Profile":
         """The same job on links with so many times the bandwidth and the latency."""
-        nodes = tuple(
-            node.model_copy(update={"bandwidth": node.bandwidth * bandwidth, "latency": node.latency * latency})
-            for node in self.cluster.nodes
-        )
-        return replace(self, cluster=self.cluster.replace(nodes=nodes), costs=self.costs.scaled(bandwidth, latency))
+        cluster = self.cluster.with_links(bandwidth, latency)
+        return replace(self, cluster=cluster, costs=self.costs.scaled(bandwidth, latency))
+
+
+def profile_in_place(
+    recorded: Sequence[Sequence[dict[str, Any]]],
+    link: tuple[float, float] | None,
+    world: int,
+    strategy: Strategy,
+    graph: ModelGraph,
+) -> Profile:
+    """What `MemoryRecorder` noted on the first ranks of a running job, as a profile with the variables of its graph.
+
+    `link` is the seconds of an all-reduce among all ranks, and those of each byte, where they were measured.
+    """
+    traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
+    fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
+    profile = make_profile(traces, Costs(collectives=fits), strategy)
+    return replace(profile, graph=with_variables_of(profile.graph, graph))
 
 
 def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profile:

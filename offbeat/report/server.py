@@ -14,7 +14,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -156,6 +157,19 @@ class LiveServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         # A client that left in mid-sentence is no news.
         _log.debug("the live page lost a client", exc_info=True)
+
+
+@contextmanager
+def serving(session: Session, port: int = 0) -> Generator[LiveServer, None, None]:
+    """The page in the background, for as long as the block runs."""
+    with LiveServer(session, port) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(REQUEST_SECONDS)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,10 +1,8 @@
 """The live page in a real browser: charts are drawn, controls change numbers, and nothing of a trace becomes markup."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,25 +11,13 @@ import pytest
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
 from offbeat.report.live import Session, State
-from offbeat.report.server import LiveServer
+from offbeat.report.server import LiveServer, serving
 from offbeat.timeline import COMPUTE, NETWORK, Timeline
 from offbeat.timeline.model import Builder
 
 MOST_REDRAW_MILLISECONDS = 300
 """For 16 ranks of ResNet50, from the movement of a slider to the end of drawing."""
 HOSTILE = "</script><img src=x onerror=window.broken=1><b>"
-
-
-@contextmanager
-def serving(session: Session) -> Iterator[LiveServer]:
-    with LiveServer(session) as live:
-        thread = threading.Thread(target=live.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        try:
-            yield live
-        finally:
-            live.shutdown()
-            thread.join(10)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import pytest
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
-from offbeat.search.auto.launch import TASK, free_port
+from offbeat.launch import free_port
+from offbeat.search.auto.launch import TASK
 from offbeat.search.auto.nodes import LeadNode, Meeting, follow
 from offbeat.search.auto.trials import TrialOptions, TrialRunner
 from offbeat.strategy import build_strategy

@@ -550,3 +550,21 @@ def test_device_catalogue():
     assert {text: find_device(text).name for text in reported} == reported
     assert find_device("abacus") is None
     assert find_device("") is None
+
+
+def test_scaled_links_reach_nodes_links_and_tables() -> None:
+    table = {"collective": "all_reduce", "groups": [[0, 1]], "sizes_bytes": [1024, 2048], "seconds": [1e-3, 3e-3]}
+    spec = ClusterSpec(
+        nodes=[{"name": "a", "bandwidth": "1Gbit/s", "latency": "10us"}, {"name": "b"}],
+        links=[{"a": "a", "b": "b", "bandwidth": "2Gbit/s"}],
+        tables=[table],
+    )
+    scaled = spec.with_links(bandwidth=4, latency=0.5)
+    node, before = scaled.nodes[0], spec.nodes[0]
+    assert node.bandwidth == 4 * before.bandwidth
+    assert node.latency == before.latency / 2
+    assert (node.intra_bandwidth, node.intra_latency) == (4 * before.intra_bandwidth, before.intra_latency / 2)
+    assert scaled.links[0].bandwidth == 4 * spec.links[0].bandwidth
+    assert scaled.links[0].latency is None
+    assert scaled.tables[0].seconds == pytest.approx((0.5e-3, 1e-3))
+    assert spec.with_links() == spec

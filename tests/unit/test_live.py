@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from offbeat.profile.measure import load_profile
 from offbeat.profile.whatif import what_if
 from offbeat.report import server as server_module
 from offbeat.report.live import Session, State, name_ranks
-from offbeat.report.server import ASSETS, HEADERS, HOST, Lane, LiveServer, Superseded
+from offbeat.report.server import ASSETS, HEADERS, HOST, Lane, LiveServer, Superseded, serving
 from offbeat.strategy import builders
 from offbeat.timeline import Timeline
 
@@ -47,19 +46,6 @@ def session() -> Session:
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("live") / "job")
-
-
-@contextmanager
-def serving(session: Session) -> Iterator[LiveServer]:
-    with LiveServer(session) as live:
-        thread = threading.Thread(target=live.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        try:
-            yield live
-        finally:
-            live.shutdown()
-            thread.join(10)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,10 @@ LONG = {
 }
 
 
+SHORT = ("models", "clusters", "builders", "replay", "doctor", "trials", "report", "view")
+"""These may have ended by then; Ctrl-C is how a page is closed."""
+
+
 def test_every_command_is_interrupted_somewhere() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
@@ -177,7 +181,8 @@ def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
         finally:
             job.kill()
     # Pressed twice, the signal itself ends a program that is about to end.
-    assert job.returncode in (0, 1, 130, -signal.SIGINT), errors
+    interrupted = job.returncode in (130, -signal.SIGINT)
+    assert interrupted or command in SHORT, errors
     assert "Traceback" not in errors
     if job.returncode == 130:
         assert "interrupted" in errors

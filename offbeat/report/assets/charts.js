@@ -11,6 +11,8 @@
    Charts.steps(container, {seconds, parts, rows, chosen, onPick})
      a column per step: seconds [numbers], rows [{KEY: seconds}] or null, chosen: its number or -1
    Charts.legend(container, [{key, label}], prefix)
+   Charts.switchTheme(button)
+     light or dark as the system has it, until the button is pressed
    Charts.element(tag, className, text, attributes) → HTMLElement
 
    Each call replaces what the container held. */
@@ -148,5 +150,17 @@ const Charts = (() => {
     container.append(list);
   }
 
-  return { seconds, bytes, percent, element, legend, stacked, ranked, steps };
+  function switchTheme(button) {
+    const root = document.documentElement;
+    const system = matchMedia("(prefers-color-scheme: dark)");
+    const follow = () => { root.dataset.theme = system.matches ? "dark" : "light"; };
+    follow();
+    system.addEventListener("change", follow);
+    button.addEventListener("click", () => {
+      system.removeEventListener("change", follow);
+      root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+    });
+  }
+
+  return { seconds, bytes, percent, element, legend, stacked, ranked, steps, switchTheme };
 })();

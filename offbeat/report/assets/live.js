@@ -306,10 +306,7 @@
     at("timeline").addEventListener("critical", (event) => at("critical").setAttribute("aria-pressed", String(event.detail)));
   }
 
-  at("theme").addEventListener("click", () => {
-    const dark = getComputedStyle(document.documentElement).colorScheme === "dark";
-    document.documentElement.dataset.theme = dark ? "light" : "dark";
-  });
+  Charts.switchTheme(at("theme"));
 
   async function begin() {
     about = await ask("about", {});

@@ -78,10 +78,7 @@
       button.addEventListener("click", () => chooseScene(Number(button.dataset.scene)));
   }
 
-  at("theme").addEventListener("click", () => {
-    const dark = getComputedStyle(document.documentElement).colorScheme === "dark";
-    document.documentElement.dataset.theme = dark ? "light" : "dark";
-  });
+  Charts.switchTheme(at("theme"));
 
   async function begin() {
     drawCharts();

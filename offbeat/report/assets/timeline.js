@@ -243,17 +243,13 @@ const Timeline = (() => {
       });
       this.overview.addEventListener("pointerdown", (event) => this.onOverview(event));
       this.overview.addEventListener("pointermove", (event) => { if (event.buttons) this.onOverview(event); });
-      this.scheme = matchMedia("(prefers-color-scheme: dark)");
-      this.recolour = () => { this.readColours(); this.draw(); };
-      this.scheme.addEventListener("change", this.recolour);
-      this.themed = new MutationObserver(this.recolour);
+      this.themed = new MutationObserver(() => { this.readColours(); this.draw(); });
       this.themed.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
     }
 
     destroy() {
       this.resized.disconnect();
       this.themed.disconnect();
-      this.scheme.removeEventListener("change", this.recolour);
       this.container.replaceChildren();
     }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from offbeat.runtime.sharded.exchange import exchange, plan_exchange
+from offbeat.runtime.sharded.exchange import Exchange, exchange, plan_exchange
 from offbeat.runtime.sharded.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, prime_factors
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
@@ -60,7 +60,10 @@ class Grid:
             local, have = self._sum(local, shape, have, need)
         if have == need:
             return local
-        return exchange(local, plan_exchange(tuple(shape), have, need, self.fine, self.rank), self.rank)
+        return self._exchange(local, plan_exchange(tuple(shape), have, need, self.fine, self.rank), have, need)
+
+    def _exchange(self, local: Tensor, plan: Exchange, have: Layout, need: Layout) -> Tensor:
+        return exchange(local, plan, self.rank)
 
     def _sum(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> tuple[Tensor, Layout]:
         """Completes sums, already in parts where nothing else splits the tensor axis, else whole in one all-reduce."""

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offbeat.runtime.sharded.exchange import Exchange, exchange, plan_exchange
+from offbeat.runtime.sharded.exchange import Exchange, exchange
 from offbeat.runtime.sharded.execute import Executor
 from offbeat.runtime.sharded.grid import Grid, scattered_sums
 from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout, coordinate, prime_factors
@@ -213,13 +213,7 @@ class _Stage(Grid):
         self.whole: Layout = (WHOLE,) * len(self.fine)
         self.device = torch.device("meta")
 
-    @torch.no_grad()
-    def move(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> Tensor:
-        if have != need and SUM in have:
-            local, have = self._sum(local, shape, have, need)
-        if have == need:
-            return local
-        plan = plan_exchange(tuple(shape), have, need, self.fine, self.rank)
+    def _exchange(self, local: Tensor, plan: Exchange, have: Layout, need: Layout) -> Tensor:
         moves = [] if plan.local else [exchange_move(plan, have, need, self, local.element_size())]
         with self.tape.moving(*moves) if moves else nullcontext():
             return exchange(local, plan, self.rank, swap=_nothing)

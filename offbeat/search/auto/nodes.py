@@ -19,15 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
-from offbeat.search.auto.launch import (
-    GRACE_SECONDS,
-    POLL_SECONDS,
-    TASK,
-    LocalJob,
-    RankEnd,
-    free_port,
-    require_success,
-)
+from offbeat.launch import GRACE_SECONDS, POLL_SECONDS, LocalJob, RankEnd, free_port
+from offbeat.search.auto.launch import TASK, require_success
 
 if TYPE_CHECKING:
     from torch.distributed import Store
