@@ -1,6 +1,7 @@
 """The live view: what it shows, when it looks, and what it costs."""
 
 import io
+import itertools
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -76,6 +77,14 @@ def test_the_line_tells_everything() -> None:
     assert describe(Reading(20, 0.5)) == "offbeat  step 20: 500 ms"
 
 
+@pytest.fixture
+def equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which every step takes equally long."""
+    ticks = itertools.count(0.0, 0.5)
+    monkeypatch.setattr("offbeat.monitor.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+
+
+@pytest.mark.usefixtures("equal_steps")
 def test_the_engine_is_observed_in_the_last_steps_of_a_period_only() -> None:
     model = torch.nn.Linear(4, 4)
     engine = attach(model, Engine())
@@ -92,6 +101,7 @@ def test_the_engine_is_observed_in_the_last_steps_of_a_period_only() -> None:
     assert engine.observer is None
 
 
+@pytest.mark.usefixtures("equal_steps")
 def test_a_recorder_comes_first_and_a_new_engine_is_followed() -> None:
     model = torch.nn.Linear(4, 4)
     engine, recorder = attach(model, Engine()), SimpleNamespace(local=lambda *_: None, communication=lambda *_: None)
