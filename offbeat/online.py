@@ -32,6 +32,8 @@ log = logging.getLogger("offbeat")
 
 WARM_UP_STEPS = 6
 """The engine rebuilds its order after step 4."""
+UNRECORDED_STEPS = 2
+"""The last of these, in that order."""
 RECORDED_STEPS = 5
 SETTLING_STEPS = 1
 TIMED_STEPS = 4
@@ -87,8 +89,11 @@ class Tuner:
     # The phases; each `yield` is one step of training
 
     def _run(self) -> Generator[None, None, None]:
+        seconds = []
         for _ in range(WARM_UP_STEPS + 1):
             yield
+            seconds.append(self.seconds)
+        self.usual = median(seconds[-UNRECORDED_STEPS:])
         while True:
             yield from self._improve()
             yield from self._watch()
@@ -127,7 +132,8 @@ class Tuner:
                 recorder.step()
                 if number:
                     seconds.append(self.seconds)
-        self.usual = median(seconds)
+        # Recording takes a little time too, which a plan on trial must not win by.
+        self.usual = min(self.usual, median(seconds))
         self.link = self._measure_link()
         return self._gather(recorder.lines)
 
@@ -168,6 +174,7 @@ class Tuner:
             now = median(seconds)
             off = off + 1 if self._agree(abs(now / self.usual - 1) > DRIFT) else 0
         log.info("offbeat plans again: steps take %.1f ms instead of %.1f ms", now * 1e3, self.usual * 1e3)
+        self.usual = now
 
     # What the ranks agree on
 
@@ -189,7 +196,7 @@ class Tuner:
     def _choose(self, lines: list[bytes], usual: float, tried: list[str]) -> dict[str, Any] | None:
         try:
             profile = self._profile(lines)
-            barrier = self.runtime.engine.wanted_mode == "barrier"
+            barrier = self._must_wait()
             found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy, barrier)
         except Exception as error:
             # The other ranks wait for an answer, and a job must not end because it could not be made faster.
@@ -206,6 +213,12 @@ class Tuner:
             "strategy": best.strategy.to_json(),
             "graph": profile.graph.to_json().decode(),
         }
+
+    def _must_wait(self) -> bool:
+        """Whether no plan can run deferred here: because of the loop, or of what the present one would else do."""
+        engine = self.runtime.engine
+        asked = self.runtime.plan.strategy.schedule.mode == "barrier"
+        return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
 
     def _profile(self, gathered: list[bytes]) -> Profile:
         recorded = [orjson.loads(zlib.decompress(packed)) for packed in gathered]

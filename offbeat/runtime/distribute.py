@@ -87,8 +87,7 @@ class DistributedOptimizer:
         if closure is None:
             engine.step()
             return None
-        engine.wanted_mode = "barrier"
-        engine.set_mode("barrier", "step() is given a closure")
+        engine.need_barrier("step() is given a closure")
         if not engine.all_replicated:
             raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
         engine.settle_all()
@@ -157,9 +156,8 @@ class Runtime:
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
         old, gate = self.engine, self.gate
-        if old.wanted_mode == "barrier":
-            # The training loop has shown that it needs one; see `Engine.gradient_read`.
-            mode, reason = "barrier", "as before"
+        if old.bound_by_loop:
+            mode, reason = "barrier", "the training loop needs it"
         old.drain()
         self._receive_buffers()
         state = gather_state(old)
@@ -167,6 +165,7 @@ class Runtime:
         gate.detach()
         self._attach(plan, mode, reason)
         self.gate.adopt(gate)
+        self.engine.bound_by_loop = old.bound_by_loop
         scatter_state(self.engine, state)
         self.engine.step_hooks.append(self._after_first_step)
         self._after_first_step()

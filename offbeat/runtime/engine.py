@@ -40,6 +40,9 @@ log = logging.getLogger("offbeat")
 class Engine:
     """Runs one rank's part of a plan on a model and its optimizer."""
 
+    bound_by_loop = False
+    """The training loop has shown that it needs a barrier, whatever the plan."""
+
     def __init__(
         self,
         plan: Plan,
@@ -547,8 +550,7 @@ class Engine:
             self.finish_gradients()
             self.publish_gradients()
             if self.mode == "deferred":
-                self.set_mode("barrier", "the training loop reads gradients before step()")
-                self.wanted_mode = "barrier"
+                self.need_barrier("the training loop reads gradients before step()")
         elif self.retained and not self.shown:
             self.shown = True
             self._publish_retained(lambda parcel: isinstance(parcel, ValueParcel))
@@ -562,6 +564,12 @@ class Engine:
             self.settle(component)
         elif self.synced:
             self.gradient_read(parameter)
+
+    def need_barrier(self, reason: str) -> None:
+        """From now on no update is deferred, nor by the plans that follow this one."""
+        self.bound_by_loop = True
+        self.wanted_mode = "barrier"
+        self.set_mode("barrier", reason)
 
     def set_mode(self, mode: Literal["deferred", "barrier"], reason: str) -> None:
         if mode != self.mode:

@@ -27,13 +27,15 @@ def switch(model: str, optimizer: str, builders: list[str], steps: int = 3) -> d
         _distributed(net, trainer, strategies[0], example, cluster),
     ):
         runtime = net._offbeat
+        modes = []
         for step in range(total):
             if step and step % steps == 0:
                 runtime.switch(lower(graph, cluster, strategies[step // steps], rank=rank))
             trainer.zero_grad()
             net(*small_models.batch(model, step, rank, torch.float64)).backward()
+            modes.append(runtime.engine.mode)
             trainer.step()
         error = (_parameters(net) - expected).abs().max().item()
         runtime.engine.detach()
         runtime.gate.detach()
-    return {"error": error}
+    return {"error": error, "modes": modes}

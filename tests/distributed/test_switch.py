@@ -18,3 +18,9 @@ def test_a_switch_changes_nothing_but_the_plan(
 ) -> None:
     answers = pools(ranks).call("switch", model=model, optimizer=optimizer, builders=builders, timeout=60)
     assert max(answer["error"] for answer in answers) <= 1e-10
+
+
+def test_a_plan_with_a_barrier_leaves_none_behind(pools: Pools) -> None:
+    builders = ["overlap", "ddp", "overlap"]
+    for answer in pools(2).call("switch", model="mlp", optimizer="sgd", builders=builders, timeout=60):
+        assert answer["modes"][2::3] == ["deferred", "barrier", "deferred"]
