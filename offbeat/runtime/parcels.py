@@ -167,7 +167,9 @@ class EncodedParcel(Parcel):
         channel = self.channels.up(task.ranks)
         if self.encoder.summed:
             self.received = self.payload
-            self.works[task.index] = self._start(task, self.payload)
+            sliced = self.message.encoder.sliceable
+            part = self.payload[task.start : task.stop] if sliced else self.payload
+            self.works[task.index] = self._start(task, part)
         elif task.kind == "all_gather":
             output = self.payload.new_empty(channel.size * self.payload.numel())
             self.received = output.view(channel.size, -1)
@@ -269,7 +271,7 @@ class EncodedServerParcel(EncodedParcel, ServerParcel):
 
     def wait(self, task: int) -> None:
         super().wait(task)
-        if self.exchange is not None and task == self.task.index and self.me == self.message.owner:
+        if self.exchange is not None and not self.works and self.me == self.message.owner:
             self.decode()
 
 

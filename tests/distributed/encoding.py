@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from training import _cluster, _distributed, _graph, _parameters, _quick_setup, _strategy
 
-from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
+from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig
 
 
 def _encoded(synchronizer: str, encoder: dict[str, Any], model: nn.Module, stations: tuple[int, ...] = ()) -> Strategy:
@@ -26,7 +26,11 @@ def _encoded(synchronizer: str, encoder: dict[str, Any], model: nn.Module, stati
 
 
 def lossy(
-    synchronizer: str, encoder: dict[str, Any], nodes: int | None = None, stations: list[int] | None = None
+    synchronizer: str,
+    encoder: dict[str, Any],
+    nodes: int | None = None,
+    stations: list[int] | None = None,
+    slice_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Five steps, twice: digests of the parameters each time, and how far they are from those without an encoder."""
     digests, ends = [], []
@@ -34,6 +38,9 @@ def lossy(
         model = small_models.make("mlp", seed=dist.get_rank())
         optimizer = small_models.make_optimizer("sgd", model.parameters())
         chosen = _encoded(synchronizer, used, model, tuple(stations or ()))
+        if slice_bytes is not None:
+            schedule = Schedule(policy="priority", slice_bytes=slice_bytes)
+            chosen = chosen.model_copy(update={"schedule": schedule})
         batches = [small_models.batch("mlp", step, dist.get_rank()) for step in range(5)]
         with (
             _quick_setup("mlp", torch.float64, "sgd"),
@@ -43,13 +50,14 @@ def lossy(
                 optimizer.zero_grad()
                 model(*batch).backward()
                 optimizer.step()
-            mode = model.offbeat_mode
+            mode, tasks = model.offbeat_mode, len(model._offbeat.plan.communication)
             ends.append(_parameters(model).clone())
         digests.append(hashlib.sha256(ends[-1].numpy().tobytes()).hexdigest())
     start = _parameters(small_models.make("mlp"))
     return {
         "digests": digests[:2],
         "mode": mode,
+        "tasks": tasks,
         "off": (ends[0] - ends[2]).abs().max().item(),
         "moved": (ends[2] - start).abs().max().item(),
     }

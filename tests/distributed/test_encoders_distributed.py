@@ -38,6 +38,15 @@ def test_replicas_stay_equal_and_runs_repeat(
     assert 0 < answers[0]["off"] < answers[0]["moved"]
 
 
+@pytest.mark.parametrize("synchronizer", ["all_reduce", "parameter_server"])
+@pytest.mark.parametrize("encoder", ENCODERS[:2], ids=_name)
+def test_slices_change_nothing(pools: Pools, encoder: dict[str, Any], synchronizer: str) -> None:
+    whole = pools(2).call("lossy", synchronizer=synchronizer, encoder=encoder)[0]
+    cut = pools(2).call("lossy", synchronizer=synchronizer, encoder=encoder, slice_bytes=1024)[0]
+    assert cut["tasks"] > whole["tasks"]
+    assert cut["digests"] == whole["digests"]
+
+
 @pytest.mark.parametrize("encoder", ENCODERS[:2], ids=_name)
 def test_sharded_messages_in_16_bits(pools: Pools, encoder: dict[str, Any]) -> None:
     answers = pools(4).call("lossy", synchronizer="sharded", encoder=encoder)
