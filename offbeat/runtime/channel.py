@@ -17,6 +17,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from offbeat.plan import Plan
 
+GLOO_SEGMENT_BYTES = 2**20
+"""Of gloo's ring reduce. With more than two segments for each rank it passes nearly the whole tensor around the ring
+where all but a rank's share of it would do: at two ranks half as long again."""
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -70,7 +74,10 @@ class Channel:
         options = dist.ReduceOptions()
         options.rootRank = self.ranks.index(root)
         with _backend_errors():
-            return self.group.reduce([tensor], options)
+            if not self.gloo:
+                return self.group.reduce([tensor], options)
+            most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
+            return _InPieces([self.group.reduce([piece], options) for piece in tensor.view(-1).split(most)])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
@@ -107,6 +114,21 @@ class Channel:
         group, self.group = self.group, None
         if group is not None:
             group.shutdown()
+
+
+class _InPieces:
+    """One collective that goes out as several, in order."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+        self.work = works[-1]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class _ExchangeAndSum:
