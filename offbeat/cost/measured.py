@@ -2,10 +2,12 @@
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
-linear fit; with several in flight only the overhead delays the next one.
+linear fit. With several in flight the overhead is what each of a row of small ones adds; next to large ones it passes
+while their bytes are on the wire (`in_a_row`).
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +17,8 @@ from offbeat.plan import Plan, Task
 
 OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
+CALIBRATED_IN_FLIGHT = 2
+"""Collectives under way while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Costs:
         return replace(self, collectives=fits)
 
     def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        """(seconds for which a task takes the link, seconds until its result is there after that)."""
+        """(seconds for which a task among equals takes the link, seconds until its result is there after that)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0
         fit = self.collectives.get((task.kind, len(task.ranks)))
@@ -70,6 +74,15 @@ class Costs:
             constant = links.constant(task.kind, task.ranks, task.root)
             taken, hidden = max(constant, links.task_seconds(task)), constant * OVERLAPPED_SHARE
         return (taken - hidden, hidden) if in_flight > 1 else (taken, 0.0)
+
+    def overhead(self, task: Task, links: Collectives) -> float:
+        """The part of the seconds for which a task in a row takes the link that passes without a byte of its own."""
+        if len(task.ranks) < 2 or task.kind == "update":
+            return 0.0
+        fit = self.collectives.get((task.kind, len(task.ranks)))
+        if fit is not None:
+            return fit.overhead_seconds
+        return links.constant(task.kind, task.ranks, task.root) * (1 - OVERLAPPED_SHARE)
 
     def update(self, bytes_updated: float, estimate: float) -> float:
         """Seconds of one optimizer call on so many bytes of variables."""
@@ -127,13 +140,35 @@ def _duration(value: Any) -> float:
     return seconds
 
 
+def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:
+    """Seconds for which each of some collectives, issued one behind another, keeps the link from the next.
+
+    `taken` are their seconds among equals and `overhead` the part without bytes, in which the backend's threads wake
+    and the ranks learn that the others are there. That begins when one of the `in_flight` before has ended, and delays
+    the wire only as far as it outlasts what the others have there. Where two small ones are under way and one ends
+    every `overhead`, each is at it for twice as long.
+    """
+    if in_flight < 2:
+        return list(taken)
+    found: list[float] = []
+    others: deque[float] = deque(maxlen=in_flight - 1)
+    for seconds, fixed in zip(taken, overhead, strict=True):
+        ahead = max(0.0, CALIBRATED_IN_FLIGHT * fixed - sum(others)) if others else fixed
+        found.append(seconds - fixed + ahead)
+        others.append(found[-1])
+    return found
+
+
 def network_seconds(plan: Plan, costs: Costs) -> float:
-    """Seconds for which the busiest rank's link is taken in one step, if nothing else held it up."""
+    """Seconds for which the busiest rank's link is taken in one step at the least: nothing else holds it up, and what
+    precedes a message's bytes passes behind others' where several may be under way."""
     busy: dict[int, float] = {}
     everyone = 0.0
     in_flight, links = plan.strategy.schedule.in_flight, Collectives(plan.cluster)
     for task in plan.communication:
         seconds, _ = costs.collective(task, links, in_flight)
+        if in_flight > 1:
+            seconds = max(0.0, seconds - costs.overhead(task, links))
         if len(task.ranks) == len(plan.replicas):
             everyone += seconds
         else:

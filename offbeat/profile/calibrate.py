@@ -27,7 +27,8 @@ SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
 IN_A_ROW = 12
 LEFT_OUT = 4
-REPEATS = 3
+REPEATS, SMALL_REPEATS = 3, 9
+"""What a small collective costs varies several-fold from one to the next."""
 LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
 
@@ -67,7 +68,7 @@ def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[i
     for size in sizes:
         starts = [starter(channel, kind, size, device, turn) for turn in range(IN_A_ROW)]
         alone, each = [], []
-        for _ in range(REPEATS):
+        for _ in range(SMALL_REPEATS if size < LARGE_BYTES else REPEATS):
             _meet(channel, device)
             alone.append(_ends(starts[:1], device)[0])
             _meet(channel, device)

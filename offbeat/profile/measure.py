@@ -17,7 +17,7 @@ import numpy as np
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.cost.measured import CollectiveFit, Costs, in_a_row
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Operator, Variable, update_operators
@@ -120,7 +120,7 @@ def make_profile(
     per_call, per_byte = _update_costs(steady, graph)
     costs = replace(
         costs,
-        collectives=_fit_collectives(steady, costs),
+        collectives=_fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight),
         interference=interference,
         gap_seconds=_gap_seconds(steady),
         compute_scale=_compute_scale(steady),
@@ -317,7 +317,7 @@ def _update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, fl
     return per_call, max(0.0, spent - per_call * count) / total
 
 
-def _fit_collectives(traces: list[RankTrace], costs: Costs) -> dict[tuple[str, int], CollectiveFit]:
+def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> dict[tuple[str, int], CollectiveFit]:
     """The calibrated fits, each corrected so that the job's own collectives take as long in total as they did.
 
     Single ones cannot be told apart while several share the link; the time for which the link was busy can.
@@ -331,7 +331,9 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs) -> dict[tuple[str, i
             continue
         factors = []
         for rows in steps:
-            expected = sum(known.occupied(size) + known.latency_seconds * alone for size, _, alone in rows)
+            taken = [known.occupied(size) for size, _, _ in rows]
+            expected = sum(in_a_row(taken, [known.overhead_seconds] * len(rows), in_flight))
+            expected += known.latency_seconds * sum(alone for _, _, alone in rows)
             factors.append(sum(spent for _, spent, _ in rows) / expected if expected else 1.0)
         factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
         fits[kind, participants] = CollectiveFit(

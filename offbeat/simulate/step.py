@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cost.measured import Costs
+from offbeat.cost.measured import Costs, in_a_row
 from offbeat.cost.tables import Collectives
 from offbeat.cost.updates import message_updates
 from offbeat.plan import Plan
@@ -119,12 +119,32 @@ def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float6
 
 
 def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
-    """What `Costs.collective` says of each exchange: of its slowest group of ranks."""
+    """(seconds for which each exchange takes the link, seconds until its result is there after that).
+
+    The slowest group of ranks decides. With several in flight, what an exchange costs beside its bytes passes while
+    those before it on the same channel are on the wire (`in_a_row`).
+    """
     links, in_flight = Collectives(plan.cluster), plan.strategy.schedule.in_flight
-    return [
-        max(costs.collective(task, links, in_flight) for task in {task.ranks: task for task in exchange.same}.values())
-        for exchange in exchanges
-    ]
+    found: list[tuple[float, float]] = []
+    overhead: list[float] = []
+    rows: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for position, exchange in enumerate(exchanges):
+        tasks = {task.ranks: task for task in exchange.same}.values()
+        price = max(costs.collective(task, links, in_flight) for task in tasks)
+        found.append(price)
+        overhead.append(min(price[0], costs.overhead(exchange.task, links)))
+        if sum(price) > 0:
+            rows[channel_of(exchange), exchange.roles, len(exchange.task.ranks)].append(position)
+    for row in rows.values():
+        taken = in_a_row([found[p][0] for p in row], [overhead[p] for p in row], in_flight)
+        for position, seconds in zip(row, taken, strict=True):
+            found[position] = seconds, found[position][1]
+    return found
+
+
+def channel_of(exchange: Exchange) -> str:
+    """Gradients go up; what an owner returns comes back on a channel of its own."""
+    return "back" if exchange.task.stage > 0 and exchange.task.delivers else "up"
 
 
 class StepBuilder:
@@ -291,8 +311,8 @@ class StepBuilder:
                     kind, name = "update", f"update m{message.index}"
                 self._compute(role, step, kind, name, seconds, before)  # type: ignore[arg-type]
             if exchange.task.kind != "update":
-                channel = "back" if exchange.task.delivers else "up"
-                self._send(step, position, {role: [self.host[role]] for role in exchange.roles}, channel)
+                where = {role: [self.host[role]] for role in exchange.roles}
+                self._send(step, position, where, channel_of(exchange))
         if self.barrier:
             for role in range(len(self.roles.ranks)):
                 for component in self.components:

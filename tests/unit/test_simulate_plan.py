@@ -12,7 +12,7 @@ from test_zoo_plans import SMALL_OPTIONS
 import offbeat
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec, CollectiveTable
-from offbeat.cost.measured import CollectiveFit, Costs, network_seconds
+from offbeat.cost.measured import CollectiveFit, Costs, in_a_row, network_seconds
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
@@ -126,9 +126,33 @@ def test_staleness_hides_what_a_barrier_shows() -> None:
     assert seconds_of(stale) == pytest.approx(max(network, 2 * LAYERS * 1e-3), rel=0.35)
 
 
+@pytest.mark.parametrize(
+    ("taken", "in_flight", "expected"),
+    [
+        # Small ones alone: one after the other leaves every overhead, as they did when it was measured.
+        ([1.0, 1.0, 1.0, 1.0], 2, [1.0, 1.0, 1.0, 1.0]),
+        # Behind bytes that take longer than its overhead a collective costs its own bytes only.
+        ([6.0, 1.0, 6.0], 2, [6.0, 0.0, 7.0]),
+        ([2.0, 2.0, 2.0], 2, [2.0, 1.0, 2.0]),
+        # With a third in flight there are two to hide behind.
+        ([2.0, 2.0, 2.0], 3, [2.0, 1.0, 1.0]),
+        ([6.0, 1.0, 6.0], 1, [6.0, 1.0, 6.0]),
+    ],
+)
+def test_what_precedes_a_collectives_bytes_hides_behind_those_in_flight(
+    taken: list[float], in_flight: int, expected: list[float]
+) -> None:
+    assert in_a_row(taken, [1.0] * len(taken), in_flight) == pytest.approx(expected)
+
+
 def test_measured_collectives_count_instead_of_links() -> None:
     costs = Costs(collectives={("all_reduce", 4): CollectiveFit(1e-3, 0.0, 2e-9)})
-    assert seconds_of(plan_of(1e-6), costs) == pytest.approx(LAYERS * (1e-3 + 2e-9 * BYTES), rel=1e-3)
+    # The first pays its overhead; that of the others passes while the bytes before them are on the wire.
+    assert seconds_of(plan_of(1e-6), costs) == pytest.approx(1e-3 + LAYERS * 2e-9 * BYTES, rel=1e-3)
+    plan = plan_of(1e-6)
+    single = plan.strategy.schedule.model_copy(update={"in_flight": 1})
+    alone = lower(plan.graph, plan.cluster, plan.strategy.model_copy(update={"schedule": single}))
+    assert seconds_of(alone, costs) == pytest.approx(LAYERS * (1e-3 + 2e-9 * BYTES), rel=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
