@@ -1,15 +1,17 @@
 """How well the costs of sharded strategies are estimated: random strategies run on an emulated cluster.
 
-    python benchmarks/frontier_accuracy.py --json [--model mlp ...] [--hosts 2|4] [--strategies 24]
+    python benchmarks/frontier_accuracy.py --json [--model mlp ...] [--hosts 2|4] [--strategies 20]
 
-For each model the workers first measure what TensorOpt (section 3.2) measures: every collective under every device
-partitioning at sizes 2^i, and every operator at each split; and a few steps of the strategy that splits nothing, for
-what interpreter and optimizer cost. Then random strategies of the search's configurations, which were not used for any
-of this, are run and compared with
-  estimate  the rehearsed step priced by these measurements (`offbeat.search.frontier.estimate`);
-  search    the sum of costs that FT works with, from the same tables and operators measured whole.
-Time is the median of the steps during which neighbours of a virtual machine took least of it (quiet.py), memory the
-peak of torch's allocator on rank 0. Errors are |estimated / measured - 1|.
+For each model the workers draw random strategies of the search's configurations, rehearse them, and then measure by
+turns, so that a machine that becomes slower does so for both:
+  parts  every operator at each split and every exchange between layouts, each by itself (TensorOpt, section 3.2), and
+         steps of the strategy that splits nothing, for what interpreter and optimizer cost;
+  steps  of the random strategies, which no estimate uses.
+The steps are compared with
+  estimate  the rehearsed step priced by these parts (`offbeat.search.frontier.estimate`);
+  search    the sum of costs that FT works with, from operators measured whole and collectives at sizes 2^i.
+Time is the median of that half of the steps during which neighbours of a virtual machine took least of it (quiet.py),
+memory the peak of torch's allocator on rank 0. Errors are |estimated / measured - 1|.
 """
 
 import argparse
@@ -18,8 +20,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,17 @@ from quiet import Theft, quietest
 from step_time import machine
 
 TIME_TARGET, MEMORY_TARGET = 0.08, 0.05
-WARM_UP, TIMED, COUNTED = 2, 7, 4
+WARM_UP, TIMED, PARTS_TIMED = 1, 1, 2
+"""Steps of a strategy before all others, and in each round; passes over operators and exchanges in each round."""
+COUNTED = 3
+"""Rounds at least, and steps that count."""
+UNSPLIT_EVERY = 4
+"""Strategies between two measurements of the one that splits nothing, on which all estimates depend."""
+PROFILED = 2
+"""Steps of a strategy whose memory is measured."""
+PAUSE_SECONDS = 0.002
+CALM_SECONDS = 40
+"""Begins no other round after this."""
 SLOTS = 1
 BANDWIDTH = "2Gbit/s"
 MODELS = ("mlp", "cnn", "transformer")
@@ -52,7 +65,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--hosts", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--strategies", type=int, default=24)
+    parser.add_argument("--strategies", type=int, default=20)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -139,54 +152,80 @@ def build(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def work(case: dict[str, Any]) -> None:
-    """One rank: measures, draws strategies, runs them; rank 0 prints what it found."""
+    """One rank: draws strategies, measures parts and whole steps by turns; rank 0 prints what it found."""
     from offbeat import ClusterSpec
     from offbeat.runtime.sharded import runtime as sharded_runtime
     from offbeat.runtime.sharded.grid import Grid
-    from offbeat.runtime.sharded.measure import measure_moves, time_calls
+    from offbeat.runtime.sharded.measure import measure_moves
     from offbeat.runtime.sharded.rehearse import rehearse
     from offbeat.runtime.sharded.trace import trace_forward
-    from offbeat.search.frontier.estimate import Timings, estimate
+    from offbeat.search.frontier.estimate import estimate
     from offbeat.search.frontier.resharding import FineMesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world = dist.get_world_size()
+    began = time.perf_counter()
     model, batch = build(case["model"])
     program = trace_forward(model, model.forward, batch, {})
     sharded_runtime.trace_forward = lambda *_: program
     cluster = ClusterSpec.from_json(case["cluster"]).replace(tables=measure_moves(Grid()))
     drawn = draw(case, model, batch, cluster)
-    rehearsals = [rehearse(program, model, strategy, world) for strategy, _ in drawn]
-    calls = list({call: None for rehearsal in rehearsals for call in rehearsal.calls})
-    calibrating = time.perf_counter()
-    timings = Timings(dict(zip(calls, time_calls(calls), strict=True)))
-    calibrating = time.perf_counter() - calibrating
-    # A process's first steps are slower than its later ones, so the strategy that splits nothing is run once before.
-    run(case["model"], drawn[0][0])
-    runs = [run(case["model"], strategy) for strategy, _ in drawn]
-    timings = with_overheads(timings, rehearsals[0], runs[0])
+    rehearsals = [rehearse(program, model, strategy, dist.get_world_size()) for strategy, _ in drawn]
+    jobs = [Job(case["model"], strategy) for strategy, _ in drawn]
+    parts = Parts(rehearsals)
+    rounds = measure(jobs, parts, began + CALM_SECONDS)
+    timings = parts.timings(rehearsals[0], jobs[0])
     mesh = FineMesh(cluster)
     rows = []
-    for (_, searched), rehearsal, measured in zip(drawn[1:], rehearsals[1:], runs[1:], strict=True):
+    for (_, searched), rehearsal, job in zip(drawn[1:], rehearsals[1:], jobs[1:], strict=True):
         found = estimate(rehearsal, timings, mesh, SLOTS)
+        least_bytes, most_bytes = job.peak_bytes()
         rows.append(
             {
-                "measured_seconds": measured["step_seconds"],
-                "measured_bytes": measured["peak_bytes"],
+                "measured_seconds": job.step_seconds(),
+                "measured_bytes": least_bytes,
+                "most_measured_bytes": most_bytes,
                 "estimate_seconds": found.time_seconds,
                 "estimate_bytes": found.memory_bytes,
                 "search_seconds": searched[0] + timings.step_seconds,
                 "search_bytes": searched[1],
                 "estimate_network_seconds": found.network_seconds,
+                "measured_network_seconds": statistics.median(job.moving),
+                "measured_update_seconds": statistics.median(job.updating),
                 "moves": sum(rehearsal.moves.values()),
-                "stolen": measured["stolen"],
+                "stolen": statistics.fmean(share for share, _ in job.blocks),
             }
         )
+    unsplit = {"step_seconds": jobs[0].step_seconds(), "fixed_seconds": timings.step_seconds}
     if dist.get_rank() == 0:
-        whole = {"step_seconds": runs[0]["step_seconds"], "fixed_seconds": timings.step_seconds}
-        print(json.dumps({"rows": rows, "unsplit": whole, "operators": len(calls), "calibrating": calibrating}))
+        counts = {"operators": len(timings.calls), "exchanges": len(timings.shifts), "rounds": rounds}
+        print(json.dumps({"rows": rows, "unsplit": unsplit, **counts, "seconds": time.perf_counter() - began}))
     dist.barrier()
+
+
+def measure(jobs: Sequence["Job"], parts: "Parts", calm_until: float) -> int:
+    """Rounds of measurements of parts and of every strategy's steps, by turns, so that a machine that becomes slower
+    or faster meanwhile does so for both, until time is up."""
+    for job in jobs:
+        job.warm_up()
+    rounds, order = 0, list(jobs)
+    while rounds < COUNTED or not _agreed(time.perf_counter() > calm_until):
+        parts.measure()
+        for index, job in enumerate(order):
+            job.measure()
+            if index % UNSPLIT_EVERY == 0:
+                jobs[0].measure()
+        # Nobody is always the first after the parts.
+        shift = len(jobs) // COUNTED
+        order = [*order[shift:], *order[:shift]]
+        rounds += 1
+    return rounds
+
+
+def _agreed(done: bool) -> bool:
+    decision = torch.tensor([done])
+    dist.broadcast(decision, 0)
+    return bool(decision)
 
 
 def draw(case: dict[str, Any], model: Any, batch: Any, cluster: Any) -> list[tuple[Any, tuple[float, float]]]:
@@ -237,81 +276,153 @@ def whole_seconds(model: Any, batch: Any) -> dict[str, float]:
     return {name: seconds[call] for name, call in calls.items()}
 
 
-def run(name: str, strategy: Any) -> dict[str, float]:
-    """The median step of a strategy, and its peak of memory on this rank."""
-    model, batch = build(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    offbeat.distribute(model, optimizer, strategy=strategy)
-    updating: list[float] = []
+class Parts:
+    """The operators and exchanges of some rehearsed steps, and what was measured of them."""
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        model(*batch).backward()
+    def __init__(self, rehearsals: Sequence[Any]) -> None:
+        from offbeat.runtime.sharded.grid import Grid
+
+        self.calls = list({call: None for rehearsal in rehearsals for call in rehearsal.calls})
+        self.shifts = list({shift: None for rehearsal in rehearsals for shift in rehearsal.shifts})
+        self.grid = Grid()
+        self.call_seconds: list[list[float]] = []
+        self.shift_seconds: list[list[float]] = []
+
+    def measure(self) -> None:
+        from offbeat.runtime.sharded.measure import time_calls, time_shifts
+
+        self.call_seconds.append(time_calls(self.calls, rounds=PARTS_TIMED + 1))
+        self.shift_seconds.append(time_shifts(self.shifts, self.grid, rounds=PARTS_TIMED))
+
+    def timings(self, rehearsal: Any, unsplit: "Job") -> Any:
+        """What the run that splits nothing took longer than its operators is shared out over step, variables, bytes."""
+        from offbeat.search.frontier.estimate import Timings
+
+        calls = dict(zip(self.calls, map(statistics.median, zip(*self.call_seconds, strict=True)), strict=True))
+        shifts = dict(zip(self.shifts, map(statistics.median, zip(*self.shift_seconds, strict=True)), strict=True))
+        operators = sum(calls[call] * count for call, count in rehearsal.calls.items())
+        updating, plain = unsplit.update_seconds(), unsplit.plain_update_seconds()
+        return Timings(
+            calls,
+            step_seconds=max(0.0, unsplit.step_seconds() - updating - operators),
+            update_seconds_per_variable=max(0.0, updating - plain) / len(rehearsal.variable_bytes),
+            update_seconds_per_byte=plain / sum(rehearsal.variable_bytes),
+            shifts=shifts,
+        )
+
+
+class Job:
+    """The model trained under one strategy, a few steps now and then."""
+
+    def __init__(self, name: str, strategy: Any) -> None:
+        self.model, self.batch = build(name)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        offbeat.distribute(self.model, self.optimizer, strategy=strategy)
+        self.blocks: list[tuple[float, float]] = []
+        """Stolen share and seconds of each measured step."""
+        self.moving: list[float] = []
+        self.updating: list[float] = []
+        self._moved_seconds = 0.0
+        grid: Any = self.model._offbeat.grid
+        grid.move = partial(self._move, grid.move)
+
+    def _move(self, move: Callable[..., Any], *args: Any) -> Any:
         begin = time.perf_counter()
-        optimizer.step()
-        updating.append(time.perf_counter() - begin)
+        result = move(*args)
+        self._moved_seconds += time.perf_counter() - begin
+        return result
 
-    for _ in range(WARM_UP):
-        step()
-    blocks = []
-    for _ in range(TIMED):
-        dist.barrier()
-        theft, begin = Theft(), time.perf_counter()
-        step()
-        dist.barrier()
-        blocks.append((theft.share(), time.perf_counter() - begin))
-    optimizer.zero_grad(set_to_none=True)
-    held = _held_bytes(model, optimizer, batch)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
-        step()
-    quiet = quietest(blocks, COUNTED)
-    found = torch.tensor([statistics.median(quiet), statistics.median(updating[WARM_UP:])], dtype=torch.float64)
-    dist.broadcast(found, 0)
-    local = [_local(parameter) for parameter in model.parameters()]
-    return {
-        "step_seconds": float(found[0]),
-        "update_seconds": float(found[1]),
-        "plain_update_seconds": _plain_update_seconds(local),
-        "peak_bytes": held + peak_of(profiler),
-        "stolen": statistics.fmean(share for share, _ in blocks),
-    }
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(*self.batch).backward()
+        begin = time.perf_counter()
+        self.optimizer.step()
+        self.updating.append(time.perf_counter() - begin)
+
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            self.step()
+        self.updating.clear()
+
+    def measure(self) -> None:
+        for _ in range(TIMED):
+            dist.barrier()
+            self._moved_seconds = 0.0
+            theft, begin = Theft(), time.perf_counter()
+            self.step()
+            dist.barrier()
+            seconds = time.perf_counter() - begin
+            self.blocks.append((theft.agreed_share(), seconds))
+            self.moving.append(self._moved_seconds)
+
+    def step_seconds(self) -> float:
+        """Rank 0's median of the steps of which least was stolen, on every rank."""
+        return _of_rank_0(statistics.median(quietest(self.blocks, max(COUNTED * TIMED, len(self.blocks) // 2))))
+
+    def update_seconds(self) -> float:
+        return _of_rank_0(statistics.median(self.updating))
+
+    def plain_update_seconds(self) -> float:
+        """The same update of plain tensors: what of it is arithmetic."""
+        plain = [torch.zeros_like(_local(parameter)).requires_grad_() for parameter in self.model.parameters()]
+        optimizer = torch.optim.SGD(plain, lr=1e-4, momentum=0.9)
+        for tensor in plain:
+            tensor.grad = torch.zeros_like(tensor)
+        return statistics.median(_seconds(optimizer.step) for _ in range(5))
+
+    def peak_bytes(self) -> tuple[int, int]:
+        """The least and the most of some steps."""
+        self.optimizer.zero_grad(set_to_none=True)
+        state = [value for held in self.optimizer.state.values() for value in held.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *state, *self.batch]
+        held = sum(_local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        peaks = [held + self._step_peak_bytes() for _ in range(PROFILED)]
+        return min(peaks), max(peaks)
+
+    def _step_peak_bytes(self) -> int:
+        self.optimizer.zero_grad(set_to_none=True)
+        with (
+            letting_go("all_reduce"),
+            letting_go("all_to_all_single"),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            record_function("step"),
+        ):
+            self.step()
+        return peak_of(profiler)
+
+
+@contextmanager
+def letting_go(collective: str) -> Iterator[None]:
+    """Gives gloo's thread time to drop a collective's buffers before the caller does: the profiler only sees what the
+    caller's thread frees, and where every core is busy the other one is often the last to hold them."""
+    original = getattr(dist, collective)
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        done = original(*args, **kwargs)
+        time.sleep(PAUSE_SECONDS)
+        return done
+
+    setattr(dist, collective, paused)
+    try:
+        yield
+    finally:
+        setattr(dist, collective, original)
 
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _held_bytes(model: Any, optimizer: Any, batch: Any) -> int:
-    state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)]
-    tensors = [*model.parameters(), *model.buffers(), *state, *batch]
-    return sum(_local(tensor).nbytes for tensor in tensors)
-
-
-def _plain_update_seconds(parts: list[Any]) -> float:
-    """The same update of plain tensors: what of it is arithmetic."""
-    plain = [torch.zeros_like(part).requires_grad_() for part in parts]
-    optimizer = torch.optim.SGD(plain, lr=1e-4, momentum=0.9)
-    for tensor in plain:
-        tensor.grad = torch.zeros_like(tensor)
-    return statistics.median(_seconds(optimizer.step) for _ in range(5))
+def _of_rank_0(value: float) -> float:
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(shared, 0)
+    return float(shared)
 
 
 def _seconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def with_overheads(timings: Any, rehearsal: Any, measured: dict[str, float]) -> Any:
-    """What the run that splits nothing took longer than its operators, shared out over step, variables and bytes."""
-    plain = measured["plain_update_seconds"]
-    operators = sum(timings.calls[call] * count for call, count in rehearsal.calls.items())
-    return replace(
-        timings,
-        step_seconds=max(0.0, measured["step_seconds"] - measured["update_seconds"] - operators),
-        update_seconds_per_variable=max(0.0, measured["update_seconds"] - plain) / len(rehearsal.variable_bytes),
-        update_seconds_per_byte=plain / sum(rehearsal.variable_bytes),
-    )
 
 
 if __name__ == "__main__":

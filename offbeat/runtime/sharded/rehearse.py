@@ -57,17 +57,40 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Shift:
+    """A part brought from one layout to another, as one rank does it; every rank takes part."""
+
+    part: Part
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    have: Layout
+    need: Layout
+    moves: tuple[Move, ...]
+    """The collectives it consists of."""
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     """One step of one rank."""
 
     calls: Counter[LocalCall]
-    moves: Counter[Move]
+    shifts: Counter[Shift]
+    """Those that need other ranks; a part cut out of a larger one is a call."""
     variable_bytes: tuple[int, ...]
     """This rank's part of each variable."""
     constant_bytes: int
     """The batch, buffers and frozen parameters."""
     step_bytes: int
     """The most that forward and backward hold beside these, gradients included."""
+
+    @property
+    def moves(self) -> Counter[Move]:
+        """All collectives of the step."""
+        found: Counter[Move] = Counter()
+        for shift, count in self.shifts.items():
+            for move in shift.moves:
+                found[move] += count
+        return found
 
     def peak_bytes(self, slots: int) -> int:
         """The most held at once, with so many tensors of the optimizer for each variable."""
@@ -104,7 +127,7 @@ def rehearse(program: Program, model: nn.Module, strategy: Strategy, world: int,
     assert len(gradients) == len(state)
     constants = sum(tensor.nbytes for tensor in (*held.values(), *batch))
     return Rehearsal(
-        tape.calls, tape.moves, tuple(part.nbytes for part in state.values()), constants, tape.most_held_bytes
+        tape.calls, tape.shifts, tuple(part.nbytes for part in state.values()), constants, tape.most_held_bytes
     )
 
 
@@ -140,7 +163,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[LocalCall] = Counter()
-        self.moves: Counter[Move] = Counter()
+        self.shifts: Counter[Shift] = Counter()
         self.held_bytes = self.most_held_bytes = 0
         self._writing = True
         self._storages: set[int] = set()
@@ -172,9 +195,9 @@ class _Tape(TorchDispatchMode):
         self.held_bytes -= size
 
     @contextmanager
-    def moving(self, *moves: Move) -> Iterator[None]:
+    def moving(self, shift: Shift) -> Iterator[None]:
         """What is called inside is part of the collectives and no operator of its own."""
-        self.moves.update(moves)
+        self.shifts[shift] += 1
         before, self._writing = self._writing, False
         try:
             yield
@@ -212,10 +235,17 @@ class _Stage(Grid):
         self.place = coordinate(rank, self.fine)
         self.whole: Layout = (WHOLE,) * len(self.fine)
         self.device = torch.device("meta")
+        self._shape: tuple[int, ...] = ()
+
+    def move(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> Tensor:
+        self._shape = tuple(shape)
+        return super().move(local, shape, have, need)
 
     def _exchange(self, local: Tensor, plan: Exchange, have: Layout, need: Layout) -> Tensor:
-        moves = [] if plan.local else [exchange_move(plan, have, need, self, local.element_size())]
-        with self.tape.moving(*moves) if moves else nullcontext():
+        if plan.local:
+            return exchange(local, plan, self.rank, swap=_nothing)
+        moves = (exchange_move(plan, have, need, self, local.element_size()),)
+        with self.tape.moving(Shift(_part(local), self._shape, have, need, moves)):
             return exchange(local, plan, self.rank, swap=_nothing)
 
     def _sum(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> tuple[Tensor, Layout]:
@@ -230,7 +260,7 @@ class _Stage(Grid):
         if summed:
             moves.append(Move("all_reduce", summed, size))
         complete = tuple(WHOLE if axis == SUM else axis for axis in scattered)
-        with self.tape.moving(*moves):
+        with self.tape.moving(Shift(_part(local), tuple(shape), have, complete, tuple(moves))):
             if scattered != have:
                 # Parts are put one after another, and gloo sums a copy of all of them.
                 ordered = local.clone(memory_format=torch.contiguous_format)

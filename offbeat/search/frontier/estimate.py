@@ -3,15 +3,16 @@
 FT adds up costs of configurations that know nothing of each other (`costs`); that is what makes the search possible.
 For a strategy that is at hand there is more to know: what the executor will call on each part, with which shapes, and
 what it holds at any moment (`offbeat.runtime.sharded.rehearse`). This module prices that, operator by operator with
-times measured at each split, and collective by collective with the cluster's tables. What remains is interpreter and
-autograd, which is the same for every strategy of a model and measured once, with the strategy that splits nothing.
+times measured at each split, and exchange by exchange with what each was measured to prolong a step by, or else with
+the cluster's tables of collectives. What remains is interpreter and autograd, which is the same for every strategy of a
+model and measured once, with the strategy that splits nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.sharded.rehearse import LocalCall, Rehearsal
+from offbeat.runtime.sharded.rehearse import LocalCall, Rehearsal, Shift
 from offbeat.search.frontier.find import ModelFrontier
 from offbeat.search.frontier.model import Frontier, FrontierPoint
 from offbeat.search.frontier.resharding import FineMesh
@@ -28,6 +29,8 @@ class Timings:
     update_seconds_per_variable: float = 0.0
     update_seconds_per_byte: float = 0.0
     """Of the optimizer, by bytes of a variable's part."""
+    shifts: Mapping[Shift, float] = field(default_factory=dict)
+    """Seconds by which an exchange prolongs a step; those not measured are priced by the cluster's tables."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,14 @@ def estimate(rehearsal: Rehearsal, timings: Timings, mesh: FineMesh, slots: int)
     operators = sum(timings.calls[call] * count for call, count in rehearsal.calls.items())
     updates = timings.update_seconds_per_variable * len(rehearsal.variable_bytes)
     updates += timings.update_seconds_per_byte * sum(rehearsal.variable_bytes)
-    network = sum(mesh.seconds(move.kind, move.axes, move.bytes) * count for move, count in rehearsal.moves.items())
+    network = sum(_shift_seconds(shift, timings, mesh) * count for shift, count in rehearsal.shifts.items())
     return Estimate(timings.step_seconds + operators + updates, network, rehearsal.peak_bytes(slots))
+
+
+def _shift_seconds(shift: Shift, timings: Timings, mesh: FineMesh) -> float:
+    if shift in timings.shifts:
+        return timings.shifts[shift]
+    return sum(mesh.seconds(move.kind, move.axes, move.bytes) for move in shift.moves)
 
 
 def refined(frontier: ModelFrontier, estimates: Mapping[int, Estimate]) -> Frontier:
