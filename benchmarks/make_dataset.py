@@ -154,12 +154,12 @@ def emulation_of(cluster: str):
     return Emulation(list(bandwidths), ranks_per_host=devices)
 
 
-def replayed(graph, strategies, site: Site, noise: np.random.Generator):
+def replayed(graph, strategies, site: Site, noise: np.random.Generator, spread: float = NOISE):
     """Trials by replay of what a site is like."""
     from offbeat.search.auto.store import Trial
 
     for strategy in strategies:
-        seconds = site.seconds(graph, strategy) * math.exp(noise.normal(0.0, NOISE))
+        seconds = site.seconds(graph, strategy) * math.exp(noise.normal(0.0, spread))
         yield Trial(strategy, "done", seconds, source="replayed", search="dataset")
 
 

@@ -32,7 +32,7 @@ from offbeat.search.auto.select import (
 )
 from offbeat.search.auto.session import target_name
 from offbeat.search.auto.store import Trial, TrialStore
-from offbeat.search.auto.tune import Options, tune
+from offbeat.search.auto.tune import MARGIN, Options, tune
 from offbeat.simulate.learned.ranking import Schedule, Simulator
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import build_strategy
@@ -120,19 +120,19 @@ def test_similarity_by_expression_and_by_embedding():
 @pytest.mark.parametrize("guide", ["random", "predefined", "replay", "autosync", "combined"])
 def test_every_guide_spends_its_budget_and_finds_the_best_of_its_trials(guide):
     seen = []
-    options = Options(trials=14, guide=guide, candidates=30, schedule=SHORT)
+    options = Options(trials=18, guide=guide, candidates=30, schedule=SHORT)
     result = tune(GRAPH, CLUSTER, run, options, on_progress=seen.append)
-    assert len(result.trials) == 14
-    assert len({trial.strategy.digest for trial in result.trials}) == 14, "no strategy is tried twice"
+    assert len(result.trials) == 18
+    assert len({trial.strategy.digest for trial in result.trials}) == 18, "no strategy is tried twice"
     done = [trial.seconds for trial in result.trials if trial.status == "done"]
     assert result.best is not None
-    assert result.best.seconds == min(done)
-    assert [progress.number for progress in seen] == list(range(1, 15))
+    assert result.best.seconds <= (1 + MARGIN) * min(done)
+    assert [progress.number for progress in seen] == list(range(1, 19))
     assert seen[-1].seconds_left == 0
     assert math.isnan(result.accuracy) == (guide == "random")
     if guide in ("autosync", "combined"):
         assert result.simulator is not None
-        assert result.simulator.trained_on >= 10
+        assert result.simulator.trained_on >= 16
 
 
 def test_replay_finds_better_strategies_than_chance_and_than_the_builders():
@@ -148,6 +148,52 @@ def test_replay_finds_better_strategies_than_chance_and_than_the_builders():
     for name in ("ddp", "all_reduce", "ps_load_balanced", "partitioned_ps"):
         (built,) = run([build_strategy(name, GRAPH, CLUSTER)], None)
         assert max(guided) <= built.seconds
+
+
+def test_finalists_are_run_again_and_luck_is_forgotten(tmp_path):
+    """One slow strategy is measured far too fast, once: it leads the trials and is not returned."""
+    lucky = []
+
+    def disturbed(strategies, best):
+        for trial in run(strategies, None):
+            if not lucky and len(strategies) == 4 and best is not None:
+                lucky.append(trial.strategy.digest)
+                yield replace(trial, seconds=0.9 * best, steps=(0.9 * best,))
+            else:
+                yield trial
+
+    options = Options(trials=8, guide="replay", candidates=20, finalists=2)
+    with TrialStore(tmp_path / "t.sqlite") as store:
+        result = tune(GRAPH, CLUSTER, disturbed, options, store=store)
+        assert [t.seconds for t in store.trials()] == [t.seconds for t in result.trials], "the store has second runs"
+    assert result.best is not None
+    (first,) = (trial for trial in result.trials if trial.strategy.digest in lucky)
+    assert first.seconds > result.best.seconds
+    assert result.best.strategy.digest not in lucky
+    assert len(result.trials) == 8
+    lucky.clear()
+    fooled = tune(GRAPH, CLUSTER, disturbed, replace(options, finalists=0))
+    assert fooled.best is not None
+    assert fooled.best.strategy.digest in lucky
+
+
+def test_strategies_that_replay_cannot_tell_apart_are_not_both_tried():
+    result = tune(GRAPH, CLUSTER, run, Options(trials=12, guide="replay", candidates=60))
+    # The first round compares builders, whatever replay says of them.
+    predicted = [f"{trial.predicted_seconds:.6g}" for trial in result.trials[4:] if trial.predicted_seconds is not None]
+    assert len(set(predicted)) == len(predicted) == 8
+
+
+def test_a_builder_is_returned_unless_something_is_clearly_faster():
+    def level(factor):
+        def alike(strategies, best):
+            for strategy in strategies:
+                yield Trial(strategy, "done", 1.0 if strategy.name != "auto" else factor, source="replayed")
+
+        return tune(GRAPH, CLUSTER, alike, Options(trials=8, guide="replay", candidates=20))
+
+    assert level(0.99).strategy.name != "auto"
+    assert level(0.9).strategy.name == "auto"
 
 
 def test_the_same_seed_repeats_a_search():
@@ -226,7 +272,7 @@ def test_a_later_search_starts_from_the_store(tmp_path):
 
 
 def test_the_simulator_of_a_search_is_where_the_next_one_begins(tmp_path):
-    options = Options(trials=12, guide="combined", candidates=12, schedule=SHORT)
+    options = Options(trials=17, guide="combined", candidates=12, schedule=SHORT)
     with TrialStore(tmp_path / "t.sqlite") as store:
         first = tune(GRAPH, CLUSTER, run, options, store=store)
         state = store.load_state(GRAPH.digest, CLUSTER.digest, "combined")
@@ -246,6 +292,33 @@ def test_the_simulator_of_a_search_is_where_the_next_one_begins(tmp_path):
         assert not guide.restore(b"something else")
         assert not Guide("autosync", GRAPH, CLUSTER).restore(state), "a model of another kind"
     assert begun[0] is not None
+
+
+def test_trials_of_another_release_do_not_stop_a_search():
+    """A store whose strategies name their graph in another way than this release does."""
+    trials = [
+        replace(trial, strategy=trial.strategy.model_copy(update={"graph": "another"}))
+        for trial in run(Sampler(GRAPH, CLUSTER, 0).sample(3), None)
+    ]
+    assert Guide("combined", GRAPH, CLUSTER).add_domain(GRAPH, CLUSTER, trials) == 0
+
+
+def test_the_learned_model_leads_only_where_it_has_ordered_trials_better():
+    guide = Guide("combined", GRAPH, CLUSTER, schedule=SHORT)
+    assert not guide.trusts_learned
+    strategies = Sampler(GRAPH, CLUSTER, 0).sample(20)
+    trials = list(run(strategies, None))
+    guide.learn(trials[:4])
+    assert guide.fitted is not None
+    assert not guide.learned
+    guide.learn(trials)
+    assert guide.learned
+    assert not guide.trusts_learned, "it has shown nothing yet"
+    took = np.arange(1.0, 10.0)
+    guide._shown = list(zip(took[::-1], took, took, strict=True))
+    assert guide.trusts_learned
+    guide._shown = list(zip(took, took[::-1], took, strict=True))
+    assert not guide.trusts_learned
 
 
 def test_measured_collectives_set_the_coefficients_of_the_predefined_model():

@@ -4,7 +4,10 @@ random       nothing is predicted: every draw within the constraints is as good 
 predefined   AutoSync's analytic model
 replay       Offbeat's replayer
 autosync     the analytic model first; with enough trials the recurrent model on raw ⊕ predefined features
-combined     the replayer first; with enough trials the model that learns the replayer's error
+combined     the replayer first; then at the costs that trials tell (`fit`); with many trials, and where it has ordered
+             them better, the model that learns the replayer's error
+
+How many are enough is seen in benchmarks/ranking.py: a model fitted to ten trials ranked worse than what it began with.
 """
 
 from collections.abc import Sequence
@@ -16,14 +19,16 @@ from numpy.typing import NDArray
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.analytic import fit_coefficients
 from offbeat.cost.measured import Costs
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
+from offbeat.search.auto.fit import Evidence, FittedCosts, fit_costs
 from offbeat.search.auto.select import ranking_accuracy
 from offbeat.search.auto.store import Trial
 from offbeat.simulate.learned.features import Encoded, encode
 from offbeat.simulate.learned.samples import Samples, Schedule
-from offbeat.strategy import Strategy
+from offbeat.simulate.predict import simulate
+from offbeat.strategy import Strategy, check_fits
 
 if TYPE_CHECKING:
     from offbeat.simulate.learned.models import Kind
@@ -31,6 +36,14 @@ if TYPE_CHECKING:
 
 GuideName = Literal["random", "predefined", "replay", "autosync", "combined"]
 _LEARNS: dict[str, "Kind"] = {"autosync": "rnn", "combined": "combined"}
+LEAST_FITTED = 3
+"""Trials from which costs are fitted; the prior carries what so few cannot say."""
+LEAST_SHOWN = 8
+"""Trials that two predictors are compared on."""
+_EARLIER = 24
+"""Trials of another domain that costs are fitted to; replaying more would take longer than it helps."""
+_EARLIER_WEIGHT = {"cluster": 0.5, "model": 0.25}
+"""How much a trial of another model on this cluster, and of this model elsewhere, says of this domain's costs."""
 REFIT = Schedule(epochs=40, decay_epochs=(20, 30))
 """Fine-tuning with a few more trials starts from a trained state."""
 
@@ -45,7 +58,7 @@ class Guide:
         cluster: ClusterSpec,
         *,
         costs: Costs | None = None,
-        least_samples: int = 10,
+        least_samples: int = 16,
         schedule: Schedule | None = None,
         hidden: int = 32,
         simulator: "Simulator | None" = None,
@@ -58,6 +71,13 @@ class Guide:
         # φ and δ from the cluster's measured collectives, if it has any.
         self.coefficients = fit_coefficients(cluster) if _measured(cluster) else None
         self.earlier: list[Samples] = []
+        self.fitted: FittedCosts | None = None
+        """Costs that trials told, once there are some."""
+        self._evidence: list[Evidence] = []
+        self._at_fitted: dict[str, float] = {}
+        self._shown: list[tuple[float, float, float]] = []
+        """For each trial the seconds by fitted costs and by the learned model before it, and those it took."""
+        self._learned_from: set[str] = set()
         self._known: dict[tuple[str, bool], Encoded] = {}
         kind = _LEARNS.get(name)
         if simulator is not None and simulator.kind != kind:
@@ -77,6 +97,14 @@ class Guide:
     def learned(self) -> bool:
         """Predictions come from a trained model by now."""
         return self.simulator is not None and self.simulator.trained_on > 0
+
+    @property
+    def trusts_learned(self) -> bool:
+        """The learned model has ordered trials better than fitted costs have, before they were made."""
+        if self.fitted is None:
+            return self.learned
+        fitted, learned, took = np.array(self._shown).reshape(-1, 3).T
+        return len(took) >= LEAST_SHOWN and ranking_accuracy(learned, took) > ranking_accuracy(fitted, took)
 
     def restore(self, state: bytes) -> bool:
         """Takes over a stored model; False where it was trained on other features than this Offbeat's."""
@@ -112,10 +140,18 @@ class Guide:
         """Seconds of each; nan where nothing is predicted."""
         if not self.predicts:
             return np.full(len(strategies), np.nan)
+        if self.fitted is not None and not self.trusts_learned:
+            return np.array([self._replayed(strategy, self.fitted) for strategy in strategies])
         encoded = self.encode(strategies)
         if self.simulator is not None and self.simulator.trained_on:
             return self.simulator.predict(encoded)
         return np.exp([each.base for each in encoded])
+
+    def _replayed(self, strategy: Strategy, costs: Costs) -> float:
+        if strategy.digest not in self._at_fitted:
+            plan = lower(self.graph, self.cluster, strategy)
+            self._at_fitted[strategy.digest] = simulate(plan, costs, memory=False).iteration_time
+        return self._at_fitted[strategy.digest]
 
     def embed(self, strategies: Sequence[Strategy]) -> NDArray[np.float64] | None:
         """Hidden vectors, once there is a trained model."""
@@ -125,23 +161,29 @@ class Guide:
 
     def add_domain(self, graph: ModelGraph, cluster: ClusterSpec, trials: Sequence[Trial]) -> int:
         """Takes trials of another domain as a start (transfer); how many could be used."""
-        usable = [trial for trial in trials if trial.usable]
+        usable = [trial for trial in trials if trial.usable and _fits(trial.strategy, graph, cluster)]
         if self.simulator is None or len(usable) < 2:
             return 0
+        seconds = [trial.seconds or 0.0 for trial in usable]
+        if self.name == "combined":
+            weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
+            self._evidence += [
+                Evidence(lower(graph, cluster, trial.strategy), trial.seconds or 0.0, weight)
+                for trial in usable[-_EARLIER:]
+            ]
         other = Guide(self.name, graph, cluster)
-        self.earlier.append(
-            Samples(
-                other._encode([trial.strategy for trial in usable], self.name == "combined"),
-                [trial.seconds or 0.0 for trial in usable],
-            )
-        )
+        encoded = other._encode([trial.strategy for trial in usable], self.name == "combined")
+        self.earlier.append(Samples(encoded, seconds))
         return len(usable)
 
     def learn(self, trials: Sequence[Trial]) -> None:
-        """Fits the model to all trials so far: from scratch at first, then on from its state."""
+        """Fits costs and the model to all trials so far: the model from scratch at first, then on from its state."""
         if self.simulator is None:
             return
         usable = [trial for trial in trials if trial.usable]
+        if self.name == "combined":
+            self._compare([trial for trial in usable if trial.strategy.digest not in self._learned_from])
+            self._fit_costs(usable)
         domains = list(self.earlier)
         if len(usable) >= 2:
             encoded = self._encode([trial.strategy for trial in usable], self.name == "combined")
@@ -151,10 +193,34 @@ class Guide:
         trained = self.simulator.trained_on > 0
         self.simulator.fit(domains, _shorter(REFIT, self.schedule) if trained else self.schedule)
 
+    def _compare(self, fresh: Sequence[Trial]) -> None:
+        """Notes what both predictors say of trials that neither has learned from."""
+        self._learned_from |= {trial.strategy.digest for trial in fresh}
+        if fresh and self.fitted is not None and self.simulator is not None and self.learned:
+            strategies = [trial.strategy for trial in fresh]
+            by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
+            by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
+            self._shown += zip(by_fit, by_model, [trial.seconds or 0.0 for trial in fresh], strict=True)
+
+    def _fit_costs(self, trials: Sequence[Trial]) -> None:
+        mine = [Evidence(lower(self.graph, self.cluster, t.strategy), t.seconds or 0.0) for t in trials]
+        if len(mine) + len(self._evidence) >= LEAST_FITTED:
+            self.fitted = fit_costs([*self._evidence, *mine], self.costs)
+            self._at_fitted.clear()
+
     def accuracy(self, trials: Sequence[Trial]) -> float:
         """Ranking accuracy of what was predicted before each of these trials."""
         shown = [(t.predicted_seconds, t.seconds) for t in trials if t.usable and t.predicted_seconds is not None]
         return ranking_accuracy([p for p, _ in shown if p], [s for _, s in shown if s]) if len(shown) > 1 else np.nan
+
+
+def _fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> bool:
+    """A store may hold trials of an earlier release, which told graphs apart in another way."""
+    try:
+        check_fits(strategy, graph, cluster)
+    except StrategyError:
+        return False
+    return True
 
 
 def _measured(cluster: ClusterSpec) -> bool:

@@ -164,6 +164,18 @@ class TrialStore:
             )
             return self._connection.total_changes - before
 
+    def update(self, graph: ModelGraph, cluster: ClusterSpec, trial: Trial) -> None:
+        """Puts in what is known by now of a trial that this search has stored before."""
+        with self._explained("write to"), self._transaction():
+            self._connection.execute(
+                "UPDATE trials SET status = ?, seconds = ?, steps = ? "
+                "WHERE domain = ? AND search = ? AND source = ? AND strategy_digest = ?",
+                (
+                    *(trial.status, trial.seconds, json.dumps(trial.steps), self._domain_id(graph, cluster)),
+                    *(trial.search, trial.source, trial.strategy.digest),
+                ),
+            )
+
     def trials(
         self,
         graph_digest: str | None = None,

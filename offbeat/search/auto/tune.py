@@ -12,18 +12,19 @@ neighbours of the best so far; `random` and `autosync` draw from the constrained
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
-from offbeat.errors import OffbeatError, StrategyError
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.search.auto.guide import Guide, GuideName
+from offbeat.search.auto.guide import Guide
 from offbeat.search.auto.neighbours import vary
-from offbeat.search.auto.sampler import Sampler, Space
+from offbeat.search.auto.options import Options, Progress, TuneResult
+from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.select import (
     diverse_pick,
     elite,
@@ -31,108 +32,22 @@ from offbeat.search.auto.select import (
     expression_similarity,
     fidelity_level,
 )
+from offbeat.search.auto.starts import starting_strategies
 from offbeat.search.auto.store import Domain, Trial, TrialStore
-from offbeat.simulate.learned.samples import Schedule
-from offbeat.strategy import Strategy, build_strategy, transfer
+from offbeat.strategy import Strategy, transfer
 
 if TYPE_CHECKING:
     from offbeat.simulate.learned.ranking import Simulator
 
+__all__ = ["Options", "Progress", "Run", "TuneResult", "tune"]
+
 Run = Callable[[Sequence[Strategy], float | None], Iterable[Trial]]
 """Strategies and the best seconds so far → one trial for each, as they end."""
-STARTS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("overlap", {}),
-    ("overlap", {"bucket": "256KiB", "slice_bytes": "512KiB"}),
-    ("overlap", {"bucket": "4MiB", "slice_bytes": "4MiB"}),
-    ("ddp", {}),
-    ("ddp", {"bucket": "2MiB"}),
-    ("ps_load_balanced", {}),
-    ("partitioned_ps", {}),
-    ("uneven_partitioned_ps", {}),
-    ("parallax", {}),
-)
-"""Builders that are candidates from the beginning."""
+MARGIN = 0.02
+"""Two runs of one strategy differ by as much: a drawn strategy that is ahead by less is not known to be faster than a
+builder's, which is then returned."""
 _TRANSFERRED = 3
 _PARENTS = 5
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to search."""
-
-    trials: int = 20
-    guide: GuideName = "combined"
-    seed: int = 0
-    candidates: int = 120
-    """Strategies that are predicted in each round (Algorithm 1's N)."""
-    generations: int = 3
-    """Times the best predicted candidates are replaced by neighbours of theirs before a trial, where the guide may."""
-    per_round: int = 4
-    """Trials of each round (its K)."""
-    alpha: float = 0.1
-    """Weight of similarity against time."""
-    similarity: str = "expression"
-    """'expression', or 'embedding' once a learned model has a hidden vector to compare."""
-    search: str = "search"
-    """Name under which trials are stored."""
-    resume: bool = False
-    """Continue the search of that name; otherwise it must be new."""
-    use_earlier: bool = True
-    """Start from what other searches stored for this model or this cluster."""
-    time_limit_seconds: float | None = None
-    baseline_seconds: float | None = None
-    """What the hit rate is counted against; None takes the best builder's trial so far."""
-    space: Space = field(default_factory=Space)
-    schedule: Schedule = field(default_factory=Schedule)
-    """How learned models are trained the first time."""
-
-    def __post_init__(self) -> None:
-        for name in ("trials", "candidates", "generations", "per_round"):
-            if getattr(self, name) < 1:
-                raise OffbeatError(f"{name}: {getattr(self, name)} is not at least 1")
-        if self.guide not in get_args(GuideName):
-            raise OffbeatError(f"guide: {self.guide!r} is not one of {', '.join(get_args(GuideName))}")
-        if self.similarity not in ("expression", "embedding"):
-            raise OffbeatError(f"similarity: {self.similarity!r} is neither 'expression' nor 'embedding'")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a search knows after a trial."""
-
-    number: int
-    """Trials so far, this one included."""
-    trials: int
-    trial: Trial
-    best: Trial | None
-    hit_rate: float
-    """Share of the trials that beat the baseline; nan as long as there is none."""
-    accuracy: float
-    """Share of the pairs of trials that were predicted in the right order; nan without predictions."""
-    seconds_left: float
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """What a search found."""
-
-    search: str
-    """The name under which its trials are stored."""
-    best: Trial | None
-    """None if no trial came to its end."""
-    trials: tuple[Trial, ...]
-    """All trials of the search in their order, also those of earlier runs that were resumed."""
-    baseline_seconds: float | None
-    hit_rate: float
-    accuracy: float
-    interrupted: bool
-    simulator: "Simulator | None"
-
-    @property
-    def strategy(self) -> Strategy:
-        if self.best is None:
-            raise OffbeatError(f"none of the {len(self.trials)} trials came to its end, so there is no best strategy")
-        return self.best.strategy
 
 
 def tune(
@@ -157,11 +72,12 @@ def tune(
         search.start()
         while search.wants_more():
             search.round()
+        search.final()
     except KeyboardInterrupt:
         interrupted = True
     return TuneResult(
         search=search.options.search,
-        best=search.best,
+        best=search.winner or search.best,
         trials=tuple(search.trials),
         baseline_seconds=search.baseline,
         hit_rate=search.hit_rate,
@@ -202,6 +118,8 @@ class _Search:
         self.starts: list[Strategy] = []
         self.began = time.monotonic()
         self.tried_before = len(self.trials)
+        self.winner: Trial | None = None
+        """The best of the finalists, once they have been run again."""
 
     @property
     def uses_neighbours(self) -> bool:
@@ -230,11 +148,7 @@ class _Search:
     def start(self) -> None:
         """Builders and earlier trials, where the guide makes use of them."""
         if self.uses_neighbours:
-            for name, settings in STARTS:
-                try:
-                    self.starts.append(build_strategy(name, self.graph, self.cluster, **settings))
-                except StrategyError:
-                    continue
+            self.starts = starting_strategies(self.graph, self.cluster)
         if self.store is not None and self.options.use_earlier:
             domains = [domain for domain in self.store.domains() if self._is_similar(domain)]
             self._load_state(self.store, domains)
@@ -243,17 +157,21 @@ class _Search:
         self.guide.learn(self.trials)
 
     def wants_more(self) -> bool:
+        return len(self.trials) < self.options.trials and not self._late()
+
+    def _late(self) -> bool:
         limit = self.options.time_limit_seconds
-        return len(self.trials) < self.options.trials and (limit is None or time.monotonic() - self.began < limit)
+        return limit is not None and time.monotonic() - self.began >= limit
 
     def round(self) -> None:
         """Lines 2 to 9 of Algorithm 1."""
         count = min(self.options.per_round, self.options.trials - len(self.trials))
         chosen = self._choose(count)
         if self.starts and not self.trials:
-            # One of the hand-made strategies is always measured: what is returned is no worse, and hits are counted.
-            first = self.starts[int(np.argmin(self.guide.predict(self.starts)))]
-            chosen = [first, *(strategy for strategy in chosen if strategy.digest != first.digest)][:count]
+            # Hand-made strategies are always measured: what is returned is no worse, and hits are counted.
+            first = self._best_starts()[: max(1, 3 * count // 4)]
+            known = {strategy.digest for strategy in first}
+            chosen = [*first, *(strategy for strategy in chosen if strategy.digest not in known)][:count]
         if not chosen:
             raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
         predicted = self.guide.predict(chosen).tolist()
@@ -265,12 +183,40 @@ class _Search:
         self.guide.learn(self.trials)
         self._save_state()
 
+    def final(self) -> None:
+        """Runs the fastest strategies and the fastest builder's again."""
+        done = sorted((t for t in self.trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)
+        built = [trial for trial in done if trial.strategy.name != "auto"][:1]
+        again = list({t.strategy.digest: t for t in (*done[: self.options.finalists], *built)}.values())
+        if self.options.finalists < 1 or len(again) < 2 or self._late():
+            return
+        for trial, repeated in zip(again, self.run([t.strategy for t in again], None), strict=False):
+            if repeated.status == "done":
+                # The first run was chosen for being fast; the second says what is usual.
+                second = replace(trial, seconds=repeated.seconds, steps=repeated.steps)
+                self.trials[self.trials.index(trial)] = second
+                if self.store is not None:
+                    self.store.update(self.graph, self.cluster, second)
+        finalists = {trial.strategy.digest for trial in again}
+        best = _fastest([trial for trial in self.trials if trial.strategy.digest in finalists])
+        hand_made = _fastest([t for t in self.trials if t.strategy.digest in finalists and t.strategy.name != "auto"])
+        slower = math.inf if best is None or hand_made is None else (hand_made.seconds or 0.0) / (best.seconds or 1.0)
+        self.winner = hand_made if slower < 1 + MARGIN else best
+
+    def _best_starts(self) -> list[Strategy]:
+        """The best predicted hand-made strategy of each builder, best first."""
+        order = np.argsort(self.guide.predict(self.starts), kind="stable")
+        families: dict[str, Strategy] = {}
+        for position in order:
+            families.setdefault(self.starts[position].name, self.starts[position])
+        return list(families.values())
+
     def _choose(self, count: int) -> list[Strategy]:
         candidates = self._candidates()
         if not self.guide.predicts:
             return candidates[:count]
         if self.uses_neighbours:
-            candidates = self._evolve(candidates)
+            candidates = self._unlike(self._evolve(candidates), 2 * count)
         predicted = self.guide.predict(candidates)
         recent = [trial for trial in self.trials if trial.usable]
         level = math.inf
@@ -302,6 +248,17 @@ class _Search:
             near = [s for parent in order for s in vary(self.sampler, candidates[parent], each)]
             candidates = self._untried([*candidates, *near])
         return candidates
+
+    def _unlike(self, candidates: list[Strategy], least: int) -> list[Strategy]:
+        """Without those that replay cannot tell from one that was tried or from a better one; at least so many."""
+        seen = {f"{seconds:.6g}" for seconds in self.guide.predict([trial.strategy for trial in self.trials])}
+        fresh: list[Strategy] = []
+        like: list[Strategy] = []
+        several = list({strategy.digest: strategy for strategy in candidates}.values())
+        for strategy, seconds in zip(several, self.guide.predict(several), strict=True):
+            (like if f"{seconds:.6g}" in seen else fresh).append(strategy)
+            seen.add(f"{seconds:.6g}")
+        return fresh + like[: max(0, least - len(fresh))]
 
     def _untried(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         tried = {trial.strategy.digest for trial in self.trials}
