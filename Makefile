@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test test-slow lint format clean
+.PHONY: setup browser demo test test-slow bench bench-page lint format clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,13 @@ test: $(STAMP) browser
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
+
+# Up to an hour on two cores, which nothing else should use meanwhile.
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
+
+bench-page: $(STAMP)
+	$(BIN)/python benchmarks/report.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

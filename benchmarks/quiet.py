@@ -1,11 +1,14 @@
-"""How much of the machine others took while something was measured.
+"""How much of the machine others, and we ourselves, took while something was measured.
 
 A virtual machine's processors are shared with neighbours, whose work shows up as stolen time. Measurements made
 meanwhile are repeated; which of them count is decided by the theft alone, never by what was measured.
 """
 
+import os
 from pathlib import Path
 
+WORKING = (0, 1, 2, 5, 6)
+"""user, nice, system, interrupts: the columns of /proc/stat that are work."""
 QUIET = 0.02
 """Share of the processors' time below which a measurement counts as undisturbed."""
 
@@ -19,6 +22,11 @@ class Theft:
     def share(self) -> float:
         passed = [now - before for now, before in zip(_ticks(), self.before, strict=True)]
         return passed[7] / max(1, sum(passed))
+
+    def busy_seconds(self) -> float:
+        """Processor time that the whole machine, kernel included, has spent on work since then."""
+        passed = [now - before for now, before in zip(_ticks(), self.before, strict=True)]
+        return sum(passed[index] for index in WORKING) / os.sysconf("SC_CLK_TCK")
 
     def agreed_share(self) -> float:
         """Rank 0's, on every rank of the process group, so that all decide alike."""

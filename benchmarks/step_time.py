@@ -1,15 +1,16 @@
 """Step time of Offbeat against tuned DDP on an emulated cluster, all variants in one run.
 
-    python benchmarks/step_time.py --json [--quick] [--hosts 2|4] [--model vgg ...] [--regime balanced ...]
+    python benchmarks/step_time.py --json [--quick] [--blocks 5] [--hosts 2|4] [--model vgg ...] [--regime balanced ...]
 
 For each model and regime, eight explicit bucket sizes of DDP are tried first; then the workers alternate short blocks
 of steps of compute alone, DDP with its default buckets, DDP with the two sizes that were best, and Offbeat. The bound
 is max(compute, network): `compute` is the local step, `network` an all-reduce of all gradients. The link's bandwidth is
 chosen from the measured compute, so that network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4
-(compute-bound). With two hosts compute is real; with four it is paced (it takes the time without taking the processor,
-as an accelerator's does), because four workers do not fit on two cores. Medians of the blocks, in
-milliseconds; ratios are what counts. Blocks during which the machine's neighbours took processor time are repeated
-(quiet.py).
+(compute-bound). `processor_ms` is a second bound, this machine's own: the processor time of one step's computing and
+of one all-reduce of all gradients on all emulated hosts, kernel included, divided by the cores. With two hosts compute
+is real; with four it is paced (it takes the time without taking the processor, as an accelerator's does), because four
+workers do not fit on two cores. Medians of the blocks, in milliseconds; ratios are what counts. Blocks during which the
+machine's neighbours took processor time are repeated (quiet.py).
 """
 
 import argparse
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for a smoke test")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks of steps of each variant")
     parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--regime", choices=REGIMES, action="append")
@@ -53,18 +55,18 @@ def main() -> None:
     for hosts in options.hosts or (2, 4):
         for model in options.model or MODELS:
             for regime in options.regime or REGIMES:
-                row = run_case(hosts, model, regime, options.quick)
+                row = run_case(hosts, model, regime, 3 if options.quick else options.blocks, options.quick)
                 rows.append(row)
                 print(describe(row), file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"benchmark": "step_time", "machine": machine(), "rows": rows}, indent=1))
 
 
-def run_case(hosts: int, model: str, regime: str, quick: bool) -> dict:
+def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> dict:
     from offbeat.emulate import Emulation
 
     paced = hosts > 2
-    blocks, steps = (3, 6) if quick else (5, 8)
+    steps = 6 if quick else 8
     buckets = (0.5, 2, 8) if quick else DDP_BUCKETS_MIB
     case = {
         "hosts": hosts,
@@ -188,14 +190,20 @@ def work(case: dict) -> None:
         timed(step, 32 if name == "offbeat" else 3)
         if finish:
             finish()
-    blocks, theft = alternate(variants, case["blocks"], case["steps"])
+    busy: dict[str, list[float]] = {}
+    blocks, theft = alternate(variants, case["blocks"], case["steps"], busy)
     if dist.get_rank() == 0:
-        print(json.dumps({"tried_ms": tried, **summary(blocks), "stolen": theft}), flush=True)
+        print(json.dumps({"tried_ms": tried, **summary(blocks, busy), "stolen": theft}), flush=True)
     dist.barrier()
 
 
-def alternate(variants: dict, count: int, steps: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a step in so many blocks of every variant, in turn, and the share of time stolen from the machine."""
+def alternate(
+    variants: dict, count: int, steps: int, busy: dict[str, list[float]] | None = None
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a step in so many blocks of every variant, in turn, and the share of time stolen from the machine.
+
+    `busy` gets the processor time of a step in every block, of all ranks together.
+    """
     import torch.distributed as dist
 
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
@@ -210,6 +218,8 @@ def alternate(variants: dict, count: int, steps: int) -> tuple[dict[str, list[fl
             theft, begin = Theft(), time.perf_counter()
             timed(step, steps)
             seconds = (time.perf_counter() - begin) / steps
+            if busy is not None:
+                busy.setdefault(name, []).append(theft.busy_seconds() / steps)
             if finish:
                 finish()
             measured[name].append((theft.agreed_share(), seconds))
@@ -228,18 +238,21 @@ def try_out(step) -> float:
     return float(seconds) / dist.get_world_size()
 
 
-def summary(blocks: dict[str, list[float]]) -> dict:
+def summary(blocks: dict[str, list[float]], busy: dict[str, list[float]]) -> dict:
     median = {name: statistics.median(times) * 1e3 for name, times in blocks.items()}
     spread = {name: (max(times) - min(times)) * 1e3 for name, times in blocks.items()}
     best = min((name for name in median if name.startswith("ddp_") and name != "ddp_default"), key=median.__getitem__)
     best = min(best, "ddp_default", key=median.__getitem__)
     bound = max(median["local"], median["network"])
+    processor = sum(statistics.median(busy[name]) for name in ("local", "network")) / len(os.sched_getaffinity(0)) * 1e3
     return {
         "median_ms": {name: round(value, 2) for name, value in median.items()},
         "spread_ms": {name: round(value, 2) for name, value in spread.items()},
         "bound_ms": round(bound, 2),
+        "processor_ms": round(processor, 2),
         "best_ddp": best,
         "offbeat_over_bound": round(median["offbeat"] / bound, 4),
+        "offbeat_over_both_bounds": round(median["offbeat"] / max(bound, processor), 4),
         "ddp_default_over_offbeat": round(median["ddp_default"] / median["offbeat"], 4),
         "best_ddp_over_offbeat": round(median[best] / median["offbeat"], 4),
         "best_ddp_over_bound": round(median[best] / bound, 4),
@@ -252,7 +265,8 @@ def describe(row: dict) -> str:
         f"{row['hosts']} hosts {'paced' if row['paced'] else 'real'} {row['model']:<12} {row['regime']:<14}"
         f" {row['bandwidth_mbit']:>6} Mbit/s  compute {median['local']:.0f}  network {median['network']:.0f}"
         f"  DDP {median['ddp_default']:.0f}  best DDP {median[row['best_ddp']]:.0f} ({row['best_ddp']})"
-        f"  Offbeat {median['offbeat']:.0f} ms = {row['offbeat_over_bound']:.3f} x bound,"
+        f"  Offbeat {median['offbeat']:.0f} ms = {row['offbeat_over_bound']:.3f} x bound"
+        f" (processor {row['processor_ms']:.0f}),"
         f" {row['ddp_default_over_offbeat']:.2f} x DDP, {row['best_ddp_over_offbeat']:.2f} x best DDP"
     )
 
