@@ -2,10 +2,9 @@
 
     python benchmarks/report.py [--check]
 
-The same files give the same bytes; nothing comes from the clock. `SECTIONS` has one function per benchmark. Targets
-stand in `TARGETS`; whether one was reached is computed, never written by hand. Files that no section knows get a
-generic table. `README_FIGURES` makes the lines between README's `measured` marks. `--check` writes nothing and fails
-where the documents say something else than the results.
+The same files give the same bytes; nothing comes from the clock. `SECTIONS` names a function of tables.py for each
+benchmark. Files that no section knows get a generic table. `README_FIGURES` makes the lines between README's `measured`
+marks. `--check` writes nothing and fails where the documents say something else than the results.
 """
 
 import argparse
@@ -13,461 +12,45 @@ import json
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tables import (
+    TARGETS,
+    Lines,
+    Result,
+    accelerator,
+    auto_strategy,
+    dataset_summary,
+    foundation,
+    frontier_accuracy,
+    frontier_findings,
+    frontier_speed,
+    generic,
+    gpu_overhead,
+    memory_accuracy,
+    over_faster_ddp,
+    pace_speed,
+    pace_testbed,
+    peers,
+    percent,
+    ranking,
+    replay_accuracy,
+    replay_speed,
+    scaling,
+    search_speed,
+    step_time,
+    table,
+    tune,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 MARKS = ("<!-- measured: written by benchmarks/report.py -->", "<!-- end of measured -->")
-Result = dict[str, Any]
-Lines = list[str]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure to reach, and whose it is."""
-
-    value: float
-    source: str
-
-
-TARGETS = {
-    "step_bound": Target(1.06, "Offbeat: times max(compute, network), network-bound or with paced compute"),
-    "step_default": Target(1.25, "Offbeat: times as fast as DDP's default, balanced"),
-    "step_best": Target(1.12, "Offbeat: times as fast as DDP with its best bucket size, balanced"),
-    "step_compute": Target(0.98, "Offbeat: times as fast as DDP with its best bucket size, compute-bound"),
-    "auto_strategy": Target(1.03, "Offbeat: times the best of all builders and bucket sizes"),
-    "peers": Target(1.0, "Offbeat: no slower than the best exact peer"),
-    "gpu_overhead": Target(1.02, "Offbeat: times DDP's step where nothing can be gained"),
-    "same": Target(0.03, "Offbeat: median error of predicting a run from its own profile (dPRO: under 5%)"),
-    "same_worst": Target(0.08, "Offbeat: the worst such error (dPRO: 5.6%)"),
-    "cross": Target(0.06, "Offbeat: median error of predicting another strategy at another bandwidth"),
-    "cross_worst": Target(0.15, "Offbeat: the worst such error"),
-    "recorder": Target(0.05, "Offbeat: what recording costs (dPRO: 5.86%)"),
-    "memory": Target(0.06, "Offbeat: error of estimated memory (dPRO: 5.25%)"),
-    "tune": Target(1.2, "AutoDist: 1.2 to 1.6 times as fast as hand-tuned builders"),
-}
-
-
-def table(headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> Lines:
-    heads = list(headers)
-    return [
-        f"| {' | '.join(heads)} |",
-        f"|{'---|' * len(heads)}",
-        *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows),
-        "",
-    ]
-
-
-def percent(value: float, digits: int = 1) -> str:
-    return f"{value * 100:.{digits}f}%"
-
-
-def at_most(value: float, target: float) -> str:
-    """Whether a figure that should be small is."""
-    return "reached" if value <= target else f"missed by {percent(value / target - 1, 0)}"
-
-
-def at_least(value: float, target: float) -> str:
-    """Whether a figure that should be large is."""
-    return "reached" if value >= target else f"missed by {percent(1 - value / target, 1)}"
-
-
-def step_time(result: Result) -> Lines:
-    rows = [
-        (
-            f"{row['hosts']}, {'paced' if row['paced'] else 'real'}",
-            row["model"],
-            row["regime"],
-            f"{row['offbeat_over_bound']:.3f}",
-            f"{row['offbeat_over_both_bounds']:.3f}",
-            f"{row['best_ddp_over_bound']:.3f}",
-            f"{row['ddp_default_over_offbeat']:.3f}",
-            f"{row['best_ddp_over_offbeat']:.3f}",
-            percent(row["spread_ms"]["offbeat"] / row["median_ms"]["offbeat"]),
-            _step_verdict(row),
-        )
-        for row in result["rows"]
-    ]
-    heads = ("hosts, compute", "model", "regime", "Offbeat / bound", "Offbeat / both bounds", "best DDP / bound")
-    ratios = [row["best_ddp_over_offbeat"] for row in result["rows"]]
-    return [
-        f"Median over {len(ratios)} cases: Offbeat is {statistics.median(ratios):.3f} times as fast as the best DDP; "
-        f"the least is {min(ratios):.3f}, the most {max(ratios):.3f}.",
-        "",
-        *table((*heads, "DDP / Offbeat", "best DDP / Offbeat", "Offbeat's spread", "target"), rows),
-    ]
-
-
-def _step_verdict(row: Result) -> str:
-    """Which targets a case has, and whether it reached them."""
-    if row["paced"] or row["regime"] == "network-bound":
-        return at_most(row["offbeat_over_bound"], TARGETS["step_bound"].value)
-    if row["regime"] == "compute-bound":
-        return at_least(row["best_ddp_over_offbeat"], TARGETS["step_compute"].value)
-    default = at_least(row["ddp_default_over_offbeat"], TARGETS["step_default"].value)
-    best = at_least(row["best_ddp_over_offbeat"], TARGETS["step_best"].value)
-    return "reached" if default == best == "reached" else f"default DDP: {default}, best DDP: {best}"
-
-
-def auto_strategy(result: Result) -> Lines:
-    target = TARGETS["auto_strategy"].value
-    rows = [
-        (
-            row["model"],
-            row["regime"],
-            row["auto_plan"],
-            row["best_other"],
-            f"{row['auto_over_best_other']:.3f}",
-            at_most(row["auto_over_best_other"], target),
-        )
-        for row in result["rows"]
-    ]
-    heads = ("model", "regime", "plan of auto", "best of the others", "auto / best", f"target {target:.2f}")
-    return table(heads, rows)
-
-
-def peers(result: Result) -> Lines:
-    lines: Lines = []
-    for row in result["rows"]:
-        exact = row["variants"].get("offbeat_auto", {}).get("over_best_exact_peer")
-        target = TARGETS["peers"].value
-        said = "" if exact is None else f"; Offbeat's target of {target:.2f}: {at_most(exact, target)}"
-        lines += [f"{row['model']}, {row['regime']}, best exact peer {row['best_exact_peer']}{said}.", ""]
-        variants = sorted(row["variants"].items(), key=lambda each: each[1]["median_ms"])
-        lines += table(
-            ("variant", "over best exact peer", "spread", "same numbers as DDP", "largest difference"),
-            (
-                (
-                    name,
-                    f"{of['over_best_exact_peer']:.3f}",
-                    percent(of["spread_ms"] / of["median_ms"]),
-                    "yes" if of["exact"] else "no, lossy",
-                    "not finite" if of["max_difference"] is None else f"{of['max_difference']:.1e}",
-                )
-                for name, of in variants
-            ),
-        )
-        refused = [f"{name} ({reason})" for name, reason in row["refused"].items()]
-        lines += [f"Not run: {'; '.join(refused)}.", ""] if refused else []
-    return lines
-
-
-def replay_accuracy(result: Result) -> Lines:
-    lines: Lines = []
-    titles = {"summary": "Paced compute", "summary_real_compute": "Real compute, on cores shared with TCP"}
-    for key, title in titles.items():
-        if key in result:
-            lines += [f"{title}:", "", *table(_ACCURACY_HEADS, _accuracy_rows(result[key]))]
-    return lines
-
-
-_ACCURACY_HEADS = ("prediction of", "runs", "median error", "target of the median", "worst", "target of the worst")
-_PREDICTIONS = {
-    "same": "its own run",
-    "cross": "all other runs",
-    "daydream": "all other runs, as Daydream",
-    "unaligned": "its own run, unaligned",
-}
-
-
-def _accuracy_rows(summary: Result) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
-    for kind, shown in _PREDICTIONS.items():
-        if kind in summary:
-            of = summary[kind]
-            verdicts = ["a baseline", "a baseline"]
-            if kind in TARGETS:
-                goals = {"median": TARGETS[kind].value, "worst": TARGETS[f"{kind}_worst"].value}
-                verdicts = [f"{percent(goal, 0)}: {at_most(of[which], goal)}" for which, goal in goals.items()]
-            rows.append(
-                (shown, of["predictions"], percent(of["median"]), verdicts[0], percent(of["worst"]), verdicts[1])
-            )
-    of, overhead = summary["recorder_overhead"], TARGETS["recorder"].value
-    verdict = f"{percent(overhead, 0)}: {at_most(of['median'], overhead)}"
-    rows.append(("recorder's overhead", summary["runs"], percent(of["median"]), verdict, percent(of["worst"]), ""))
-    return rows
-
-
-def search_speed(result: Result) -> Lines:
-    rows = [
-        (
-            name,
-            row["tensors"],
-            f"{row['gain_over_ddp']:+.1%}",
-            f"{row['optimize']['wall_seconds']:.1f}",
-            f"{row['paper_hours'][-1] * 3600:,.0f}",
-            f"{row['paper_hours'][-1] * 3600 / row['optimize']['wall_seconds']:,.0f}",
-        )
-        for name, row in result["models"].items()
-    ]
-    heads = ("model", "tensors", "predicted gain over DDP", "search, s", "dPRO's search, s", "dPRO's / Offbeat's")
-    return table(heads, rows)
-
-
-def pace_speed(result: Result) -> Lines:
-    rows = [
-        (name, row["tensors"], f"{row['lp_over_offbeat']:,.0f}", f"{row['lp_makespan_over_optimum']:.2f}")
-        for name, row in result["models"].items()
-    ]
-    return table(("model", "tensors", "programme's time / Offbeat's", "programme's makespan / optimum"), rows)
-
-
-def pace_testbed(result: Result) -> Lines:
-    rows = []
-    for name, row in result["models"].items():
-        for baseline, gain in row["pace_speedup"].items():
-            low, high = gain["paper"]
-            inside = "reached" if gain["engine"] >= low else f"missed by {percent(low - gain['engine'])} of the step"
-            rows.append(
-                (name, baseline, f"{gain['step']:+.1%}", f"{gain['engine']:+.1%}", f"{low:+.0%} to {high:+.0%}", inside)
-            )
-    heads = ("model", "against", "waits in step()", "reaches into forward", "paper", "paper's least")
-    return table(heads, rows)
-
-
-def frontier_speed(result: Result) -> Lines:
-    rows = [
-        (
-            row["model"],
-            row["units"],
-            row["points"],
-            f"{row['search_seconds']:.1f}",
-            f"{row['cpu_seconds']:.1f}",
-            "none" if row["paper_seconds"] is None else f"{row['paper_seconds']:g}",
-            f"{row['target_seconds']:g}",
-            at_most(row["search_seconds"], row["target_seconds"]),
-        )
-        for row in result["models"]
-    ]
-    heads = ("model", "units", "points", "search, s", "of processor, s", "paper (48 cores), s", "target, s", "")
-    return table(heads, rows)
-
-
-def frontier_accuracy(result: Result) -> Lines:
-    rows = [
-        (
-            row["model"],
-            len(row["rows"]),
-            percent(row["estimate_seconds_error"]),
-            at_most(row["estimate_seconds_error"], result["time_target"]),
-            percent(row["estimate_bytes_error"]),
-            at_most(row["estimate_bytes_error"], result["memory_target"]),
-            percent(row["search_seconds_error"]),
-        )
-        for row in result["models"]
-    ]
-    targets = (f"target {percent(result['time_target'], 0)}", f"target {percent(result['memory_target'], 0)}")
-    heads = ("model", "strategies", "error of time", targets[0], "error of memory", targets[1], "error of FT's own sum")
-    return table(heads, rows)
-
-
-def frontier_findings(result: Result) -> Lines:
-    names = list(result["models"][0]["findings"])
-    rows = [
-        (
-            name.replace("_", " "),
-            *("holds" if model["findings"][name] else "does not hold" for model in result["models"]),
-        )
-        for name in names
-    ]
-    return table(("the paper's statement", *(model["model"] for model in result["models"])), rows)
-
-
-def foundation(result: Result) -> Lines:
-    lines: Lines = []
-    if "capture" in result:
-        found = result["capture"]
-        grown = (found["peak_rss_bytes"] - found["rss_before_bytes"]) / 2**30
-        size = f"{found['parameters'] / 1e6:.0f}M parameters"
-        lines += [f"Capture of {found['model']} ({size}): {found['seconds']:.1f} s, {grown:.2f} GiB of memory.", ""]
-    if "lowering" in result:
-        found = result["lowering"]
-        slowest = found["builders"][found["slowest"]]["lower_seconds"]
-        lines += [f"Lowering for one of {found['ranks']} ranks: {slowest:.2f} s for the slowest of "
-                  f"{len(found['builders'])} builders ({found['slowest']}).", ""]  # fmt: skip
-    if "all_reduce" in result:
-        found = result["all_reduce"]
-        lines += [
-            f"All-reduce between {found['hosts']} emulated hosts at {found['bandwidth']}: "
-            f"{percent(found['median_link_share'])} of the link (median).",
-            "",
-        ]
-    return lines
-
-
-def memory_accuracy(result: Result) -> Lines:
-    target = TARGETS["memory"].value
-    rows = [
-        (run["model"], run["optimizer"], f"{run['relative_error']:+.1%}", at_most(abs(run["relative_error"]), target))
-        for run in result["runs"]
-    ]
-    return table(("model", "optimizer", "estimate against measured peak", f"target {percent(target, 2)}"), rows)
-
-
-def replay_speed(result: Result) -> Lines:
-    rates = [
-        (name.replace("_", " "), f"{result[name]['tasks']:,}", f"{result[name]['tasks_per_wall_seconds'] / 1e6:.1f}")
-        for name in ("layered", "layered_priorities", "training")
-    ]
-    folded, detailed = result["folded_10000"], result["bert_base_128"]
-    return [
-        *table(("graph", "tasks", "million tasks a second"), rates),
-        f"BERT-base on {folded['ranks']:,} folded ranks: {folded['wall_seconds']:.2f} s. On {detailed['ranks']} ranks "
-        f"with every message of every collective ({detailed['tasks']:,} tasks): {detailed['wall_seconds']:.2f} s.",
-        "",
-    ]
-
-
-def scaling(result: Result) -> Lines:
-    sources = sorted({f"{of['file']}, {of['device']}" for of in result["compute"].values()})
-    lines = [f"Simulated: nothing ran on so many devices. Compute times from {'; '.join(sources)}.", ""]
-    for kind in ("weak", "strong"):
-        rows = [
-            (
-                row["cluster"],
-                row["model"],
-                f"{row['devices']:,}",
-                f"{row['samples_per_device']:g}",
-                percent(row["ddp_efficiency"], 0),
-                percent(row["offbeat_efficiency"], 0),
-                f"{row['speedup']:.2f}",
-                f"{row['search_seconds'] + row['simulation_seconds']:.1f}",
-            )
-            for row in result["rows"]
-            if row["scaling"] == kind
-        ]
-        heads = (
-            "cluster",
-            "model",
-            "devices",
-            "samples each",
-            "DDP",
-            "Offbeat",
-            "DDP / Offbeat",
-            "search and replay, s",
-        )
-        lines += [f"{kind.capitalize()} scaling, efficiency (compute over step):", "", *table(heads, rows)]
-    for found in result["full_search"]:
-        lines.append(
-            f"- The whole optimiser on {found['model']}, {found['devices']:,} devices of {found['cluster']}: "
-            f"{found['gain_over_pace']:+.1%} over PACE's schedule in {found['seconds']:.1f} s."
-        )
-    return [*lines, ""]
-
-
-def tune(result: Result) -> Lines:
-    target = TARGETS["tune"].value
-    rows = []
-    for row in result["rows"]:
-        if row["search"] == "random":
-            said = "a baseline"
-        else:
-            said = "no winner" if row["speedup"] is None else at_least(row["speedup"], target)
-        shown = "none" if row["speedup"] is None else f"{row['speedup']:.3f}"
-        rows.append(
-            (row["model"], row["cluster"], row["search"], row["baseline"], shown, percent(row["hit_rate"], 0), said)
-        )
-    heads = ("model", "cluster", "search", "best builder", "builder / winner", "hit rate", f"target {target:.1f}")
-    return [f"{result['trials']} trials for each search.", "", *table(heads, rows)]
-
-
-def ranking(result: Result) -> Lines:
-    lines: Lines = []
-    for source in ("measured", "replayed"):
-        found = result[source]
-        shown = ", ".join(f"{name} ({count})" for name, count in found["domains"].items())
-        rows = [
-            (name, percent(value), percent(found["transfer"][name]) if name in found["transfer"] else "none")
-            for name, value in found["within"].items()
-        ]
-        lines += [
-            f"Trials {source}: {shown}.",
-            "",
-            *table(("predictor", "within a domain", "from other domains"), rows),
-        ]
-    return lines
-
-
-def dataset_summary(result: Result) -> Lines:
-    return [
-        f"{result['points']:,} trials of {result['models']} models on {result['clusters']} clusters: "
-        f"{result['replayed']:,} replayed, {result['measured']} measured, {result['failed']} failed.",
-        "",
-    ]
-
-
-def gpu_overhead(result: Result) -> Lines:
-    target = TARGETS["gpu_overhead"].value
-    rows = [
-        (
-            row["model"],
-            row["batch"],
-            *(f"{row['median_ms'][name]:.2f}" for name in ("plain", "ddp", "ddp_view", "offbeat")),
-            f"{row['offbeat_over_ddp']:.3f}",
-            f"{over_faster_ddp(row):.3f}",
-            at_most(over_faster_ddp(row), target),
-        )
-        for row in result["rows"]
-    ]
-    heads = ("model", "batch", "plain, ms", "DDP, ms", "DDP with bucket views, ms", "Offbeat, ms", "Offbeat / DDP")
-    device = f"{result['device']}, torch {result['torch']}, world size 1 over NCCL."
-    return [device, "", *table((*heads, "Offbeat / faster DDP", f"target {target:.2f}"), rows)]
-
-
-def over_faster_ddp(row: Result) -> float:
-    return row["median_ms"]["offbeat"] / min(row["median_ms"]["ddp"], row["median_ms"]["ddp_view"])
-
-
-def accelerator(result: Result) -> Lines:
-    target = TARGETS["memory"].value
-    rows = []
-    for name, of in result["models"].items():
-        for precision in (each for each in ("bf16", "fp32") if each in of):
-            step = of[precision]
-            phases = (f"{step['phases'][phase]['seconds'] * 1e3:.1f}" for phase in ("forward", "backward", "optimizer"))
-            error = step.get("memory", {}).get("relative_error")
-            memory = ("none", "") if error is None else (f"{error:+.1%}", at_most(abs(error), target))
-            rows.append((name, precision, step["batch"], f"{step['step_seconds'] * 1e3:.1f}", *phases, *memory))
-    heads = ("model", "precision", "batch", "step, ms", "forward", "backward", "update", "memory estimate")
-    lines = [f"{result['device_name']}, torch {result['torch']}, {result['optimizer']}.", ""]
-    lines += table((*heads, f"target {percent(target, 2)}"), rows)
-    changes = [
-        (f"{name}: blocks recomputed", f"{of['seconds_ratio']:.3f}", f"{of['predicted']['seconds_ratio']:.3f}")
-        for name, of in result.get("recompute", {}).items()
-    ]
-    changes += [
-        (f"{name}: blocks compiled", f"{of['seconds_ratio']:.3f}", f"{of['predicted_seconds_ratio']:.3f}")
-        for name, of in result.get("op_fusion", {}).items()
-    ]
-    changes += [
-        (f"{name}: recorder on", f"{1 + of['overhead']:.3f}", "none") for name, of in result.get("recorder", {}).items()
-    ]
-    lines += table(("change", "step with / without", "predicted"), changes) if changes else []
-    left_out = [
-        *(f"{name} ({reason})" for name, reason in result.get("failed", {}).items()),
-        *result.get("skipped", []),
-    ]
-    return [*lines, *([f"Not measured: {'; '.join(left_out)}.", ""] if left_out else [])]
-
-
-def generic(result: Result) -> Lines:
-    """A file that no section knows: its plain values."""
-    rows = [(key, value) for key, value in flat(result) if key.split(".")[0] not in ("made", "machine", "benchmark")]
-    return table(("field", "value"), rows[:60])
-
-
-def flat(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Every plain value below a value, with the path to it."""
-    if isinstance(value, dict):
-        return [each for key, below in value.items() for each in flat(below, f"{path}.{key}" if path else str(key))]
-    if isinstance(value, list):
-        return [each for number, below in enumerate(value) for each in flat(below, f"{path}.{number}")]
-    return [(path, f"{value:.6g}" if isinstance(value, float) else value)]
 
 
 @dataclass(frozen=True)
@@ -489,8 +72,8 @@ class Section:
 
 _STEP = (
     "Step time against DDP with default buckets and with the best of eight bucket sizes, in alternating blocks on "
-    "emulated hosts with shaped links. The bound is max(compute, network); the second one is also the processor time of both, over the cores. Ratios of medians; spread is (slowest - "
-    "fastest block) / median."
+    "emulated hosts with shaped links. The bound is max(compute, network); the second bound is the processor time of "
+    "both, kernel included, over this machine's cores. Ratios of medians; spread is (slowest - fastest block) / median."
 )
 SECTIONS = (
     Section("step_time", "Step time", _STEP, step_time),

@@ -14,6 +14,7 @@ machine's neighbours took processor time are repeated (quiet.py).
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -66,7 +67,7 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
     from offbeat.emulate import Emulation
 
     paced = hosts > 2
-    steps = 6 if quick else 8
+    steps = 6
     buckets = (0.5, 2, 8) if quick else DDP_BUCKETS_MIB
     case = {
         "hosts": hosts,
@@ -113,6 +114,7 @@ def parameter_bytes(model: str) -> int:
     return sum(p.numel() * p.element_size() for p in zoo.build(name, **options)[0].parameters())
 
 
+@functools.cache
 def local_compute_seconds(model: str) -> float:
     """Step time of one worker while every core runs one, which is what the workers will see."""
     import subprocess

@@ -25,7 +25,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-report, runner = load("report"), load("run")
+report, runner, tables = load("report"), load("run"), load("tables")
 
 
 def test_the_page_is_what_the_results_give() -> None:
@@ -74,8 +74,8 @@ def test_another_result_gives_another_page_and_readme() -> None:
     ],
 )
 def test_a_target_is_reached_or_missed(figure: float, target: float, small: str, large: str) -> None:
-    assert report.at_most(figure, target) == small
-    assert report.at_least(figure, target) == large
+    assert tables.at_most(figure, target) == small
+    assert tables.at_least(figure, target) == large
 
 
 def test_a_result_that_is_missing_or_unknown_is_shown_as_such() -> None:
