@@ -54,19 +54,19 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("frontier_accuracy", "", 330),
-    Benchmark("auto_strategy", "", 600),
-    Benchmark("search_speed", "--no-ablation", 100),
-    Benchmark("frontier_speed", "", 120),
+    Benchmark("auto_strategy", "", 900),
+    Benchmark("search_speed", "--limit 10", 180),
+    Benchmark("frontier_speed", "--growth", 150),
     Benchmark("replay_accuracy_2_hosts", "--hosts 2", 420, "replay_accuracy"),
     Benchmark("peers", "", 420),
     Benchmark("pace_speed", "", 60),
     Benchmark("pace_testbed", "", 60),
-    Benchmark("frontier_findings", "", 60),
+    Benchmark("frontier_findings", "", 150),
     Benchmark("foundation", "", 60),
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --model vgg --model transformer", 1180),
+    Benchmark("step_time", "--blocks 3 --model vgg", 680),
 )
 """The limits add up to an hour at the most."""
 

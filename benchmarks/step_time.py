@@ -101,10 +101,17 @@ def build(model: str, paced: bool):
     if paced:
         from offbeat.emulate.paced import PacedModel
 
-        graph = zoo.capture(name, **options)
-        built = PacedModel.from_graph(graph, PACED_STEP_SECONDS / 3, PACED_STEP_SECONDS * 2 / 3)
+        built = PacedModel.from_graph(captured(model), PACED_STEP_SECONDS / 3, PACED_STEP_SECONDS * 2 / 3)
         return built, (torch.ones(1),)
     return zoo.build(name, **options)
+
+
+@functools.cache
+def captured(model: str):
+    from offbeat import zoo
+
+    name, options = MODELS[model]
+    return zoo.capture(name, **options)
 
 
 def parameter_bytes(model: str) -> int:

@@ -191,7 +191,27 @@ def search_speed(result: Result) -> Lines:
         for name, row in result["models"].items()
     ]
     heads = ("model", "tensors", "predicted gain over DDP", "search, s", "dPRO's search, s", "dPRO's / Offbeat's")
-    return table(heads, rows)
+    return [*table(heads, rows), *_ablation(result)]
+
+
+def _ablation(result: Result) -> Lines:
+    """What each speed-up of the search buys."""
+    ablated = {name: row["ablation"] for name, row in result["models"].items() if "ablation" in row}
+    if not ablated:
+        return []
+    steps = list(next(iter(ablated.values())))
+    rows = [
+        (
+            name,
+            *(f"{of[step]['wall_seconds']:.1f}{' (stopped)' if of[step]['reached_limit'] else ''}" for step in steps),
+        )
+        for name, of in ablated.items()
+    ]
+    return [
+        "Seconds with the speed-ups of the search switched on one after another:",
+        "",
+        *table(("model", *steps), rows),
+    ]
 
 
 def pace_speed(result: Result) -> Lines:
@@ -230,7 +250,18 @@ def frontier_speed(result: Result) -> Lines:
         for row in result["models"]
     ]
     heads = ("model", "units", "points", "search, s", "of processor, s", "paper (48 cores), s", "target, s", "")
-    return table(heads, rows)
+    compared = [
+        (row["model"], f"{row['compared']['elimination_seconds'] / row['compared']['ldp_seconds']:,.0f}")
+        for row in result["models"]
+    ]
+    grown = [
+        (row["model"], row["units"], row["devices"], f"{row['search_seconds']:.2f}") for row in result.get("growth", ())
+    ]
+    return [
+        *table(heads, rows),
+        *table(("first units of", "FT-Elimination's time / FT-LDP's"), compared),
+        *(table(("growth: model", "units", "devices", "search, s"), grown) if grown else []),
+    ]
 
 
 def frontier_accuracy(result: Result) -> Lines:

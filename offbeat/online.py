@@ -40,9 +40,11 @@ TIMED_STEPS = 4
 MOST_TRIALS = 3
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
-CLOSE = 0.25
-"""A plan of another kind is tried too if its prediction is within this share of the present plan's real steps: replay
-knows nothing of processors that compute and communication share."""
+CLOSE, CLOSE_WHEN_SLOW = 0.25, 1.0
+"""A plan of another kind is tried too if its prediction is within this share of the present plan's real steps, or
+within the second where those take `SLOW` times what was predicted: replay knows nothing of processors that compute and
+communication share."""
+SLOW = 1.1
 WATCHED_STEPS = 25
 DRIFT = 0.2
 """Share by which steps must have changed before the search starts over."""
@@ -227,11 +229,12 @@ class Tuner:
 
 def _worth_trying(found: list[Candidate], present: Candidate, usual: float, tried: list[str]) -> Candidate | None:
     """The quickest candidate of a kind that has not been tried, if it may be quicker than the present plan."""
+    close = CLOSE_WHEN_SLOW if usual > SLOW * present.seconds else CLOSE
     for candidate in found:
         if candidate is present or candidate.kind in tried:
             continue
         promising = candidate.seconds < present.seconds * (1 - WORTH_TRYING)
-        if promising or (candidate.kind != present.kind and candidate.seconds < usual * (1 + CLOSE)):
+        if promising or (candidate.kind != present.kind and candidate.seconds < usual * (1 + close)):
             return candidate
         tried = [*tried, candidate.kind]
     return None
