@@ -54,7 +54,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("frontier_accuracy", "", 330),
-    Benchmark("auto_strategy", "", 900),
+    Benchmark("auto_strategy", "", 1140),
     Benchmark("search_speed", "--limit 10", 180),
     Benchmark("frontier_speed", "--growth", 150),
     Benchmark("replay_accuracy_2_hosts", "--hosts 2", 420, "replay_accuracy"),
@@ -66,7 +66,7 @@ BENCHMARKS = (
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --model vgg", 680),
+    Benchmark("step_time", "--blocks 3 --model vgg", 440),
 )
 """The limits add up to an hour at the most."""
 

@@ -353,6 +353,9 @@ class Engine:
             component.settled = component.stale or (self.mode == "barrier" and self.all_replicated)
         self.unsettled = sum(not component.settled for component in self.components)
         self._run_tail()
+        if self.absences.track is None:
+            # A rank that applies nothing yet must learn of it with the others, or it would ask again alone.
+            self._unused()
         for component in self.components:
             if component.stale:
                 self._step_stale(component)
