@@ -147,7 +147,7 @@ def shift_to(layout: int) -> Shift:
 @pytest.mark.usefixtures("alone")
 def test_an_exchange_costs_what_it_prolongs_the_work_around_it():
     short, long = time_shifts([shift_to(WHOLE), shift_to(1)], SleepingGrid((4, 4)), rounds=3)
-    assert 0.003 < short < 0.016 < long
+    assert 0 < short < 0.016 < long
 
 
 @pytest.mark.usefixtures("alone")
