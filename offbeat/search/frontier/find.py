@@ -125,13 +125,13 @@ def find_frontier(
     margin: float = 0.0,
     configurations: int = MOST_CONFIGURATIONS,
     points: int = MOST_POINTS,
-    threads: int | None = 1,
+    threads: int | None = None,
 ) -> ModelFrontier:
     """The non-dominated ways to split a training step over the devices of a cluster.
 
     `objectives` are two of memory, time, communication and money; `devices` uses only the first so many;
     `configurations` bounds how many an operator may choose from, and `points` how many are returned. `threads` None is
-    all cores; on two of them handing out the small pieces of work costs more than the second one gains."""
+    all cores; it does not change the result."""
     _check(objectives, margin, configurations, points)
     if not graph.phase("forward"):
         raise OffbeatError(f"graph {graph.name!r}: it has no forward operators to split; capture it with capture()")
