@@ -11,7 +11,7 @@ The steps are compared with
   estimate  the rehearsed step priced by these parts (`offbeat.search.frontier.estimate`);
   search    the sum of costs that FT works with, from operators measured whole and collectives at sizes 2^i.
 Time is the median of that half of the steps during which neighbours of a virtual machine took least of it (quiet.py),
-memory the peak of torch's allocator on rank 0. Errors are |estimated / measured - 1|.
+memory the higher of two steps' peaks of torch's allocator on rank 0. Errors are |estimated / measured - 1|.
 """
 
 import argparse
@@ -183,8 +183,8 @@ def work(case: dict[str, Any]) -> None:
         rows.append(
             {
                 "measured_seconds": job.step_seconds(),
-                "measured_bytes": least_bytes,
-                "most_measured_bytes": most_bytes,
+                "measured_bytes": most_bytes,
+                "least_measured_bytes": least_bytes,
                 "estimate_seconds": found.time_seconds,
                 "estimate_bytes": found.memory_bytes,
                 "search_seconds": searched[0] + timings.step_seconds,

@@ -274,12 +274,13 @@ def frontier_accuracy(result: Result) -> Lines:
             percent(row["estimate_bytes_error"]),
             at_most(row["estimate_bytes_error"], result["memory_target"]),
             percent(row["search_seconds_error"]),
+            percent(row["search_bytes_error"]),
         )
         for row in result["models"]
     ]
     targets = (f"target {percent(result['time_target'], 0)}", f"target {percent(result['memory_target'], 0)}")
-    heads = ("model", "strategies", "error of time", targets[0], "error of memory", targets[1], "error of FT's own sum")
-    return table(heads, rows)
+    heads = ("model", "strategies", "error of time", targets[0], "error of memory", targets[1])
+    return table((*heads, "FT's own sum of time", "FT's own sum of memory"), rows)
 
 
 def frontier_findings(result: Result) -> Lines:
