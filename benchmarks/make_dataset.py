@@ -44,7 +44,9 @@ MODELS = {
     "transformer": ("transformer", {"scale": 0.3, "vocabulary": 500, "shared_embeddings": False}),
     "ncf": ("ncf_dense", {"scale": 0.1}),
     "ncf_sparse": ("ncf_sparse", {"scale": 0.1}),
+    "bert_large": ("bert_large", {"scale": 0.15}),
 }
+IN_DATASET = ("vgg", "resnet", "bert", "transformer", "ncf", "ncf_sparse")
 CLUSTERS = {
     # Bandwidth of each host's link and ranks on each host.
     "4x1G": (("1Gbit/s",) * 4, 1),
@@ -284,7 +286,7 @@ def main() -> None:
     from offbeat.search.auto.store import TrialStore
 
     with TrialStore(options.store) as store:
-        for model in options.model or MODELS if options.points else ():
+        for model in options.model or IN_DATASET if options.points else ():
             for cluster in options.cluster or CLUSTERS:
                 fill_domain(store, model, cluster, options.points, options.seed)
                 print(f"{model} on {cluster}: {options.points} replayed points", file=sys.stderr, flush=True)

@@ -17,12 +17,15 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from offbeat import files
 from offbeat.errors import OffbeatError
@@ -114,39 +117,47 @@ def run_and_keep(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def run(benchmark: Benchmark) -> str:
-    """What the program printed."""
-    # A session of its own: the whole of it is stopped when the time is up.
-    started = subprocess.Popen(
-        [sys.executable, *benchmark.command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=HERE.parent,
-        start_new_session=True,
-    )
-    try:
-        output, errors = started.communicate(timeout=benchmark.limit_seconds)
-    except subprocess.TimeoutExpired:
-        stop(started)
-        raise Failed(f"it was stopped after {benchmark.limit_seconds:.0f} s") from None
-    except BaseException:
-        stop(started)
-        raise
-    if started.returncode:
-        last = " | ".join(errors.strip().splitlines()[-SHOWN_LINES:])
-        raise Failed(f"exit status {started.returncode}: {last}")
-    return output
+    """What the program printed; what it says of its progress is passed on."""
+    with tempfile.TemporaryFile("w+") as output:
+        # A session of its own: the whole of it is stopped when the time is up.
+        with subprocess.Popen(
+            [sys.executable, *benchmark.command],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE.parent,
+            start_new_session=True,
+        ) as started:
+            late = threading.Event()
+            alarm = threading.Timer(benchmark.limit_seconds, lambda: (late.set(), stop(started)))
+            alarm.start()
+            last: deque[str] = deque(maxlen=SHOWN_LINES)
+            try:
+                for line in cast(IO[str], started.stderr):
+                    last.append(line.strip())
+                    print(f"  {line}", end="", file=sys.stderr, flush=True)
+            except BaseException:
+                stop(started)
+                raise
+            finally:
+                alarm.cancel()
+        if late.is_set():
+            raise Failed(f"it was stopped after {benchmark.limit_seconds:.0f} s")
+        if started.returncode:
+            raise Failed(f"exit status {started.returncode}: {' | '.join(last)}")
+        output.seek(0)
+        return output.read()
 
 
 def stop(started: "subprocess.Popen[str]") -> None:
     """First politely, so that emulated hosts are taken down."""
-    for order in (signal.SIGINT, signal.SIGKILL):
+    for order in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(started.pid, order)
         except ProcessLookupError:
             break
         try:
-            started.communicate(timeout=GRACE_SECONDS)
+            started.wait(timeout=GRACE_SECONDS)
             break
         except subprocess.TimeoutExpired:
             continue
@@ -208,4 +219,5 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the benchmark under way ends too
     sys.exit(main())

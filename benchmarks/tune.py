@@ -73,7 +73,7 @@ def main() -> None:
     options.replayed |= options.transfer
     rows = []
     for cluster in options.cluster or ("mixed", "4x1G"):
-        for model in options.model or ("ncf", "vgg", "bert"):
+        for model in options.model or ("ncf", "vgg", "bert_large"):
             rows += transfer_case(model, cluster, options) if options.transfer else run_case(model, cluster, options)
     if options.json:
         result = {"benchmark": "tune", "machine": machine(), "replayed": options.replayed, "trials": options.trials}
