@@ -56,20 +56,20 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("frontier_accuracy", "", 330),
-    Benchmark("auto_strategy", "", 1140),
-    Benchmark("search_speed", "--limit 10", 180),
-    Benchmark("frontier_speed", "--growth", 150),
-    Benchmark("replay_accuracy_2_hosts", "--hosts 2", 420, "replay_accuracy"),
-    Benchmark("peers", "", 420),
-    Benchmark("pace_speed", "", 60),
-    Benchmark("pace_testbed", "", 60),
-    Benchmark("frontier_findings", "", 150),
+    Benchmark("frontier_accuracy", "", 240),
+    Benchmark("auto_strategy", "", 900),
+    Benchmark("search_speed", "--limit 10", 160),
+    Benchmark("frontier_speed", "--growth", 90),
+    Benchmark("replay_accuracy", "", 980),
+    Benchmark("peers", "", 380),
+    Benchmark("pace_speed", "", 30),
+    Benchmark("pace_testbed", "", 40),
+    Benchmark("frontier_findings", "", 130),
     Benchmark("foundation", "", 60),
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --model vgg", 440),
+    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 400),
 )
 """The limits add up to an hour at the most."""
 

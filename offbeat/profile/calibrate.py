@@ -1,12 +1,15 @@
 """A job's ranks → what each collective costs among them: tables for the cluster file, fits for the replay.
 
 Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
-a row only what keeps the next one from the link (`offbeat.cost.measured`).
+a row only what keeps the next one from the link (`offbeat.cost.measured`). Small ones stand between large ones there,
+as in a step. A row of nothing but small ones takes anything from a fifth to twice as long for each as a job does, and
+differs from one minute to the next: it depends on which cores the backend's threads have found.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat import files
-from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, CollectiveFit, Costs, in_a_row
 from offbeat.runtime.channel import Channel, Work, open_group, wait
 from offbeat.runtime.retime import largest
 
@@ -27,13 +30,16 @@ SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
 IN_A_ROW = 12
 LEFT_OUT = 4
-REPEATS, SMALL_REPEATS = 3, 9
-"""What a small collective costs varies several-fold from one to the next."""
+SMALL_IN_A_ROW = 3
+"""Small ones before each large one."""
+CYCLES = 5
+"""Of small ones and a large one; the first is left out."""
+REPEATS, SMALL_REPEATS = 3, 6
 LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
 
 Sample = tuple[int, float, float]
-"""Bytes that each rank puts in, seconds of one collective alone, seconds that each of a row took."""
+"""Bytes that each rank puts in, seconds of one collective alone, seconds that each of a row took longer for it."""
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
@@ -53,7 +59,7 @@ def measure_job() -> dict[str, list[Sample]]:
     if job not in _measured:
         ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        group = open_group(backend, "offbeat/calibrate", ranks, me, 2, timedelta(minutes=5))
+        group = open_group(backend, "offbeat/calibrate", ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
         channel = Channel(group, ranks, me)
         try:
             _measured[job] = {kind: measure(channel, kind, device) for kind in KINDS}
@@ -64,23 +70,39 @@ def measure_job() -> dict[str, list[Sample]]:
 
 def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
     """Samples of one collective, the slowest rank's; the same on every rank."""
+    larger = [starter(channel, kind, LARGE_BYTES, device, turn) for turn in range(IN_A_ROW)]
+    rows = {LARGE_BYTES: _repeat(channel, device, larger, LEFT_OUT, REPEATS)}
     samples: list[Sample] = []
     for size in sizes:
         starts = [starter(channel, kind, size, device, turn) for turn in range(IN_A_ROW)]
-        alone, each = [], []
-        for _ in range(SMALL_REPEATS if size < LARGE_BYTES else REPEATS):
-            _meet(channel, device)
-            alone.append(_ends(starts[:1], device)[0])
-            _meet(channel, device)
-            ends = _ends(starts, device)
-            # Buffers along the way swallow the first ones, which says nothing of a busy link.
-            each.append((ends[-1] - ends[LEFT_OUT - 1]) / (IN_A_ROW - LEFT_OUT))
-        pair = torch.tensor([median(alone), median(each)], dtype=torch.float64, device=device)
-        one, rest = largest(channel, pair).tolist()
+        if size >= LARGE_BYTES:
+            alone, whole = rows.get(size) or _repeat(channel, device, starts, LEFT_OUT, REPEATS)
+            each = whole / (IN_A_ROW - LEFT_OUT)
+        else:
+            cycles = [(*starts[i : i + SMALL_IN_A_ROW], larger[i]) for i in range(CYCLES)]
+            alone, whole = _repeat(channel, device, list(chain(*cycles)), SMALL_IN_A_ROW + 1, SMALL_REPEATS)
+            others = rows[LARGE_BYTES][1] / (IN_A_ROW - LEFT_OUT)
+            each = max(0.0, (whole / (CYCLES - 1) - others) / SMALL_IN_A_ROW)
+        one, rest = largest(channel, torch.tensor([alone, each], dtype=torch.float64, device=device)).tolist()
         samples.append((size, one, rest))
         if rest * IN_A_ROW > LONGEST_SECONDS and len(samples) > 3:
             break
     return samples
+
+
+def _repeat(
+    channel: Channel, device: torch.device, starts: Sequence[Callable[[], Work]], left_out: int, repeats: int
+) -> tuple[float, float]:
+    """(seconds of the first alone, seconds of a row of all without the first few), medians."""
+    alone, row = [], []
+    for _ in range(repeats):
+        _meet(channel, device)
+        alone.append(_ends(starts[:1], device)[0])
+        _meet(channel, device)
+        ends = _ends(starts, device)
+        # Buffers along the way swallow the first ones, which says nothing of a busy link.
+        row.append(ends[-1] - ends[left_out - 1])
+    return median(alone), median(row)
 
 
 def fit(samples: Sequence[Sample]) -> CollectiveFit:
@@ -95,9 +117,22 @@ def fit(samples: Sequence[Sample]) -> CollectiveFit:
     else:
         per_byte = samples[-1][2] / samples[-1][0]
     small = [(size, each) for size, _, each in samples if size < LARGE_BYTES]
-    overhead = median(max(0.0, each - per_byte * size) for size, each in small or large)
-    latency = median(max(0.0, one - each) for _, one, each in samples)
+    overhead = median(_overhead(size, each, per_byte) for size, each in small or large)
+    latency = median(max(0.0, one - overhead - per_byte * size) for size, one, _ in samples)
     return CollectiveFit(overhead, latency, per_byte)
+
+
+def _overhead(size: int, each: float, per_byte: float) -> float:
+    """The overhead at which replay has a cycle of small ones and a large one take that much longer for each of them."""
+    wire = [per_byte * size] * SMALL_IN_A_ROW + [per_byte * LARGE_BYTES]
+    goal = SMALL_IN_A_ROW * each + wire[-1]
+    low, high = 0.0, max(0.0, goal)
+    for _ in range(40):
+        overhead = (low + high) / 2
+        fixed = [overhead] * len(wire) * CYCLES
+        taken = in_a_row([seconds + overhead for seconds in wire * CYCLES], fixed, CALIBRATED_IN_FLIGHT)
+        low, high = (overhead, high) if sum(taken[len(wire) :]) < goal * (CYCLES - 1) else (low, overhead)
+    return high if high > 1e-7 else 0.0
 
 
 def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: int = 0) -> Callable[[], Work]:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,8 @@ class Engine:
 
     bound_by_loop = False
     """The training loop has shown that it needs a barrier, whatever the plan."""
+    timekeeper: Observer | None = None
+    """Is told of collectives only; set by the retimer."""
 
     def __init__(
         self,
@@ -213,15 +216,18 @@ class Engine:
 
     def _start(self, parcel: Parcel, task: Task) -> None:
         parcel.start(task)
-        if self.observer is not None:
+        if self.observer is not None or self.timekeeper is not None:
             self._report(parcel, task, self.began + self.ready_seconds[task.message])
 
     def _report(self, parcel: Parcel, task: Task, queued: float) -> None:
-        """Tells the observer of a collective, once the backend says that it has ended."""
+        """Tells who wants to know of a collective, once the backend says that it has ended."""
         work = parcel.works.get(task.index)
-        observer, issued, step = self.observer, time.perf_counter(), self.steps
-        if work is not None and observer is not None:
-            report_end(work, lambda at: observer.communication(step, task, queued, issued, at))
+        issued, step = time.perf_counter(), self.steps
+        if work is None:
+            return
+        for observer in (self.observer, self.timekeeper):
+            if observer is not None:
+                report_end(work, partial(observer.communication, step, task, queued, issued))
 
     def _end_backward(self) -> None:
         """Variables that got no gradient contribute nothing, so that the others' messages can go."""

@@ -1,34 +1,42 @@
 """When gradients really become ready → a better issue order, agreed by all ranks.
 
 Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place:
-when each parcel is complete, in which order forward uses variables, and what a collective costs (PACE's linear fit).
-The order is rebuilt from that twice, because the first rebuild changes the load, and again whenever the times have
-drifted.
+when each parcel is complete, in which order forward uses variables, what a collective costs on an idle link (PACE's
+linear fit), and how much more the job's own take. The order is rebuilt from that several times, because a rebuild
+changes the load, and again whenever the times have drifted.
 """
 
 import logging
 import time
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.plan import Task
 from offbeat.plan.schedule import priority_order
 from offbeat.runtime.channel import Channel, wait
+from offbeat.timeline import Kind
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
 
 log = logging.getLogger("offbeat")
 
-REBUILD_AT = (4, 8)
+REBUILD_AT = (4, 8, 20)
 """Steps after which the order is rebuilt in any case."""
 CHECK_EVERY = 50
 """Steps between two looks at whether the times have drifted."""
+OBSERVED_STEPS = 4
+"""Before every look, in which collectives are timed."""
 DRIFT = 0.15
-"""Share of the backward time by which ready times may move before the order is rebuilt."""
+"""Share of the backward time by which ready times may move, and of their own by which collectives may become longer or
+shorter, before the order is rebuilt."""
 LONG_ENOUGH_SECONDS = 0.02
 SLACK_SECONDS = 1e-3
 """A task that is planned earlier than its gradient is ready stalls the whole queue, one planned later costs little."""
+MOST_SLOWED = 4.0
+"""By which factor the job's collectives are believed to differ from those on an idle link, at the most."""
 
 
 def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:
@@ -59,6 +67,35 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> float
     return float(largest(channel, best)[0])
 
 
+class Services:
+    """An engine's timekeeper: learns for how long its collectives keep the link busy."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, list[tuple[float, float, int]]] = {}
+        """By step: when each collective was issued, when it had ended, and its bytes."""
+
+    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+        self.spans.setdefault(step, []).append((issued, finished, task.wire_bytes))
+
+    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+        """Only what is on the link counts here."""
+
+    def slowdown(self, count: int, latency: float, per_byte: float) -> float | None:
+        """Median of (seconds busy / seconds by a linear fit) over the steps of which so many collectives have ended;
+        None if there is none."""
+        ratios = []
+        for spans in [list(found) for found in self.spans.values()]:
+            expected = sum(latency + per_byte * size for _, _, size in spans)
+            if len(spans) < count or not expected:
+                continue
+            busy, until = 0.0, 0.0
+            for issued, finished, _ in sorted(spans):
+                busy += max(0.0, finished - max(issued, until))
+                until = max(until, finished)
+            ratios.append(busy / expected)
+        return min(max(median(ratios), 1 / MOST_SLOWED), MOST_SLOWED) if ratios else None
+
+
 class Retimer:
     """Watches an engine's ready times and keeps its issue order fit for them."""
 
@@ -68,17 +105,31 @@ class Retimer:
         """Place of each variable in the order in which forward uses them."""
         self.device = device
         self.latency, self.per_byte = fit_link(engine.channels.control, device)
+        self.slowdown = 1.0
+        self.services = Services()
         self.seen: list[list[float]] = []
         self.planned: list[float] = []
+        self._observe()
 
     def after_step(self) -> None:
         engine = self.engine
         self.seen.append(list(engine.ready_seconds))
-        if engine.steps in REBUILD_AT or (engine.steps > REBUILD_AT[-1] and engine.steps % CHECK_EVERY == 0):
-            ready = self._agreed_ready()
-            if self._drifted(ready):
+        if self._looks_after(engine.steps):
+            ready, before = self._agreed_ready(), self.slowdown
+            self._learn_slowdown()
+            if self._drifted(ready, before):
                 self._rebuild(ready)
             self.seen.clear()
+        self._observe()
+
+    def _looks_after(self, step: int) -> bool:
+        return step in REBUILD_AT or (step > REBUILD_AT[-1] and step % CHECK_EVERY == 0)
+
+    def _observe(self) -> None:
+        """Times the collectives of the last steps before a look."""
+        soon = any(self._looks_after(self.engine.steps + ahead) for ahead in range(1, OBSERVED_STEPS + 1))
+        # A GPU's collectives are said to have ended when they are on their stream.
+        self.engine.timekeeper = self.services if soon and self.device.type == "cpu" else None
 
     def _agreed_ready(self) -> list[float]:
         """Seconds after which each parcel was complete on the slowest rank, in the median of the steps seen."""
@@ -86,11 +137,22 @@ class Retimer:
         channel = self.engine.channels.control
         return largest(channel, median).tolist() if channel.size > 1 else median.tolist()
 
-    def _drifted(self, ready: list[float]) -> bool:
-        if not self.planned:
+    def _drifted(self, ready: list[float], slowdown_before: float) -> bool:
+        if not self.planned or self.engine.steps in REBUILD_AT:
             return True
         moved = max(abs(now - then) for now, then in zip(ready, self.planned, strict=True))
-        return self.engine.steps in REBUILD_AT or moved > DRIFT * max(ready)
+        return moved > DRIFT * max(ready) or abs(self.slowdown / slowdown_before - 1) > DRIFT
+
+    def _learn_slowdown(self) -> None:
+        """All ranks believe the one that waited least for the others."""
+        found = self.services.slowdown(len(self.engine.order), self.latency, self.per_byte)
+        self.services.spans.clear()
+        if found is not None:
+            self.slowdown = found
+        channel = self.engine.channels.control
+        if channel.size > 1:
+            least = largest(channel, torch.tensor([-self.slowdown], dtype=torch.float64, device=self.device))
+            self.slowdown = -float(least[0])
 
     def _rebuild(self, ready: list[float]) -> None:
         self.planned = ready
@@ -106,12 +168,16 @@ class Retimer:
             ]
         order = priority_order(
             [ready[task.message] + SLACK_SECONDS for task in tasks],
-            [self.latency + self.per_byte * task.wire_bytes for task in tasks],
+            [self.slowdown * (self.latency + self.per_byte * task.wire_bytes) for task in tasks],
             urgency,
             [-1] * len(tasks),
         )
         engine.order = [tasks[position] for position in order]
-        log.debug("offbeat rebuilt its issue order after step %d", engine.steps)
+        log.debug(
+            "offbeat rebuilt its issue order after step %d; collectives take %.2f times what they do on an idle link",
+            engine.steps,
+            self.slowdown,
+        )
 
 
 def largest(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:

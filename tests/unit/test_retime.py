@@ -1,0 +1,53 @@
+"""What the engine learns of its own collectives, and how calibration tells their overhead."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offbeat.cost.measured import in_a_row
+from offbeat.profile import calibrate
+from offbeat.runtime.retime import MOST_SLOWED, Services
+
+LATENCY, PER_BYTE = 1e-3, 1e-8
+
+
+def observed(*steps: list[tuple[float, float, int]]) -> Services:
+    services = Services()
+    for number, spans in enumerate(steps):
+        for issued, finished, size in spans:
+            task: Any = SimpleNamespace(wire_bytes=size)
+            services.communication(number, task, issued, issued, finished)
+    return services
+
+
+def test_collectives_that_take_as_long_as_on_an_idle_link_are_not_slowed() -> None:
+    assert observed([(0.0, 0.011, 10**6)]).slowdown(1, LATENCY, PER_BYTE) == pytest.approx(1.0)
+
+
+def test_what_waits_behind_another_is_not_counted_twice() -> None:
+    spans = [(0.0, 0.022, 10**6), (0.001, 0.044, 10**6), (1.0, 1.022, 10**6)]
+    assert observed(spans).slowdown(3, LATENCY, PER_BYTE) == pytest.approx(2.0)
+
+
+def test_a_step_that_is_still_under_way_says_nothing() -> None:
+    whole, half = [(0.0, 0.011, 10**6), (0.5, 0.511, 10**6)], [(2.0, 2.9, 10**6)]
+    assert observed(whole, half).slowdown(2, LATENCY, PER_BYTE) == pytest.approx(1.0)
+    assert observed(half).slowdown(2, LATENCY, PER_BYTE) is None
+
+
+def test_a_stall_is_believed_only_so_far() -> None:
+    assert observed([(0.0, 60.0, 10**6)]).slowdown(1, LATENCY, PER_BYTE) == MOST_SLOWED
+
+
+@pytest.mark.parametrize("overhead", [0.0, 2e-4, 9e-4, 4e-3])
+@pytest.mark.parametrize("per_byte", [1e-9, 5e-9, 5e-8])
+def test_calibration_finds_the_overhead_that_replay_would_show(overhead: float, per_byte: float) -> None:
+    """The same model in both directions: rows made with an overhead are fitted with it."""
+    wire = [per_byte * 2**12] * calibrate.SMALL_IN_A_ROW + [per_byte * calibrate.LARGE_BYTES]
+    taken = in_a_row([seconds + overhead for seconds in wire * 5], [overhead] * len(wire) * 5, 2)[len(wire) :]
+    each = (sum(taken) / 4 - wire[-1]) / calibrate.SMALL_IN_A_ROW
+    samples = [(2**12, 1.0, each), *((size, 1.0, per_byte * size) for size in (2**18, 2**20))]
+    fitted = calibrate.fit(samples)
+    assert fitted.seconds_per_byte == pytest.approx(per_byte)
+    assert fitted.overhead_seconds == pytest.approx(overhead, abs=2e-6, rel=0.01)
