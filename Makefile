@@ -34,7 +34,7 @@ test-slow: $(STAMP)
 
 # Up to an hour on two cores, which nothing else should use meanwhile.
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py; failed=$$?; $(BIN)/python benchmarks/report.py && exit $$failed
 
 bench-page: $(STAMP)
 	$(BIN)/python benchmarks/report.py

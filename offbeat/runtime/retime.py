@@ -84,7 +84,8 @@ class Services:
         """Median of (seconds busy / seconds by a linear fit) over the steps of which so many collectives have ended;
         None if there is none."""
         ratios = []
-        for spans in [list(found) for found in self.spans.values()]:
+        # The backend's threads add to it meanwhile.
+        for spans in map(list, list(self.spans.values())):
             expected = sum(latency + per_byte * size for _, _, size in spans)
             if len(spans) < count or not expected:
                 continue
@@ -133,9 +134,9 @@ class Retimer:
 
     def _agreed_ready(self) -> list[float]:
         """Seconds after which each parcel was complete on the slowest rank, in the median of the steps seen."""
-        median = torch.tensor(self.seen, dtype=torch.float64).median(dim=0).values.to(self.device)
+        usual = torch.tensor(self.seen, dtype=torch.float64).median(dim=0).values.to(self.device)
         channel = self.engine.channels.control
-        return largest(channel, median).tolist() if channel.size > 1 else median.tolist()
+        return largest(channel, usual).tolist() if channel.size > 1 else usual.tolist()
 
     def _drifted(self, ready: list[float], slowdown_before: float) -> bool:
         if not self.planned or self.engine.steps in REBUILD_AT:
