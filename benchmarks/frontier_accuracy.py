@@ -52,7 +52,7 @@ UNSPLIT_EVERY = 4
 """Strategies between two measurements of the one that splits nothing, on which all estimates depend."""
 PROFILED = 2
 """Steps of a strategy whose memory is measured."""
-PAUSE_SECONDS = 0.002
+PAUSE_SECONDS = 0.01
 CALM_SECONDS = 40
 """Begins no other round after this."""
 SLOTS = 1

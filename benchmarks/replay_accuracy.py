@@ -28,6 +28,8 @@ from step_time import PACED_STEP_SECONDS, build, local_compute_seconds, machine,
 NETWORK_OVER_COMPUTE = {"slow": 1.4, "fast": 0.6}
 STRATEGIES = ("ddp", "ddp 1MiB", "overlap", "wfbp", "ps_load_balanced")
 PROFILED = ("slow", "overlap")
+STEP_SECONDS = {2: PACED_STEP_SECONDS, 4: 2 * PACED_STEP_SECONDS}
+"""Of paced compute, by hosts; links are as much slower, so that two cores can carry the traffic of four hosts."""
 WARM_UP, TIMED, RECORDED = 10, 20, 14
 ATTEMPTS = 8
 SKEW_SECONDS, DRIFT = 0.05, 50e-6
@@ -77,7 +79,7 @@ def evaluate(
         name = f"{model}-{hosts}{'' if paced else 'real'}-{speed}"
         done = folder / f"{name}.json"
         if not done.exists():
-            compute = compute or (PACED_STEP_SECONDS if paced else local_compute_seconds(model))
+            compute = compute or (STEP_SECONDS[hosts] if paced else local_compute_seconds(model))
             bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
             done.parent.mkdir(parents=True, exist_ok=True)
             done.write_text(json.dumps(run(folder, name, hosts, model, speed, bandwidth, paced)))
@@ -99,7 +101,7 @@ def evaluate(
 def run(folder: Path, name: str, hosts: int, model: str, speed: str, bandwidth: float, paced: bool) -> list[dict]:
     from offbeat.emulate import Emulation
 
-    case = {"model": model, "paced": paced, "folder": str(folder / name)}
+    case = {"model": model, "paced": paced, "step_seconds": STEP_SECONDS[hosts], "folder": str(folder / name)}
     with Emulation(hosts, bandwidth=bandwidth) as cluster:
         results = cluster.run(
             [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],
@@ -142,7 +144,7 @@ def measure(strategy: str, case: dict) -> dict:
 
     import offbeat
 
-    model, inputs = build(case["model"], case["paced"])
+    model, inputs = build(case["model"], case["paced"], case["step_seconds"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     if strategy == "ddp":
         model = DistributedDataParallel(model)

@@ -96,7 +96,11 @@ SECTIONS = (
         "Error of predicted step times, |predicted / measured - 1|, over models, links and strategies on two and four "
         "hosts.",
         replay_accuracy,
+        "python benchmarks/replay_accuracy.py --json",
+        "25 minutes",
+        "2026-11-15",
     ),
+    Section("replay_accuracy_2_hosts", "Replay accuracy on two hosts", "The same, two hosts only.", replay_accuracy),
     Section("search_speed", "Search speed", "dPRO's models on 16 workers with a V100 each, 10 Gbit/s.", search_speed),
     Section(
         "pace_speed",

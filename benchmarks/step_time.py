@@ -91,7 +91,7 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
     return {**case, "emulation": cluster.kind, "bandwidth_mbit": round(bandwidth * 8 / 1e6), "bytes": size, **row}
 
 
-def build(model: str, paced: bool):
+def build(model: str, paced: bool, step_seconds: float = PACED_STEP_SECONDS):
     import torch
 
     from offbeat import zoo
@@ -101,7 +101,7 @@ def build(model: str, paced: bool):
     if paced:
         from offbeat.emulate.paced import PacedModel
 
-        built = PacedModel.from_graph(captured(model), PACED_STEP_SECONDS / 3, PACED_STEP_SECONDS * 2 / 3)
+        built = PacedModel.from_graph(captured(model), step_seconds / 3, step_seconds * 2 / 3)
         return built, (torch.ones(1),)
     return zoo.build(name, **options)
 
