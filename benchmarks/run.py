@@ -56,15 +56,15 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("frontier_accuracy", "", 240),
-    Benchmark("auto_strategy", "", 900),
+    Benchmark("frontier_accuracy", "", 330),
+    Benchmark("auto_strategy", "", 870),
     Benchmark("search_speed", "--limit 10", 160),
     Benchmark("frontier_speed", "--growth", 90),
     Benchmark("replay_accuracy_2_hosts", "--hosts 2", 600, "replay_accuracy"),
     Benchmark("peers", "", 520),
     Benchmark("pace_speed", "", 30),
     Benchmark("pace_testbed", "", 40),
-    Benchmark("frontier_findings", "", 220),
+    Benchmark("frontier_findings", "", 320),
     Benchmark("foundation", "", 60),
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
