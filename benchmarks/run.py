@@ -69,7 +69,7 @@ BENCHMARKS = (
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 400),
+    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 380),
 )
 """The limits add up to an hour at the most."""
 
