@@ -4,7 +4,7 @@
 
 `BENCHMARKS` says what runs, how, and for how long at the most. What a benchmark prints is checked and written whole or
 not at all, with a `made` field that says when, where and with which command. One that fails or overruns keeps its old
-file, is named at the end, and makes the exit status 1. Then `make bench-page` writes docs/benchmarks.md.
+file, is named at the end, and makes the exit status 1. `make bench` then writes docs/benchmarks.md.
 
 Nothing else should run meanwhile. Benchmarks that need a GPU or hours are not run here; report.py says how they are
 made. Where a short form of such a one runs here, its file has another name, so that the long form's stays.

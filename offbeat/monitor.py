@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from offbeat.errors import OffbeatError
 from offbeat.plan import Task
 from offbeat.timeline import Kind, Timeline
+from offbeat.timeline.observer import covered
 from offbeat.units import format_seconds, quote
 
 log = logging.getLogger("offbeat")
@@ -256,7 +257,7 @@ class _Sample:
         self.waited, self.sent, self.seconds = 0.0, [], 0.0
         if not seconds:
             return None, None
-        return waited / seconds * step_seconds, _covered(sent) / seconds * step_seconds
+        return waited / seconds * step_seconds, covered(sent) / seconds * step_seconds
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         self.sent.append((issued, finished))
@@ -341,15 +342,6 @@ def _seconds(predicted: float | Timeline | str | None) -> float | None:
     if isinstance(predicted, bool) or not isinstance(predicted, (int, float)) or not predicted > 0:
         raise OffbeatError(f"predicted: {quote(predicted)} is neither seconds, a Timeline nor 'measure'")
     return float(predicted)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans was open."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
 
 
 def _ddp_counters(model: DistributedDataParallel) -> tuple[float | None, float | None]:

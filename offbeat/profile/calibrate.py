@@ -2,14 +2,14 @@
 
 Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
 a row only what keeps the next one from the link (`offbeat.cost.measured`). Small ones stand between large ones there,
-as in a step. A row of nothing but small ones takes anything from a fifth to twice as long for each as a job does, and
-differs from one minute to the next: it depends on which cores the backend's threads have found.
+as in a step. What each of a row of nothing but small ones takes differs several-fold from one minute to the next: it
+depends on which cores the backend's threads have found.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain
+from itertools import cycle, islice
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -39,7 +39,8 @@ LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
 
 Sample = tuple[int, float, float]
-"""Bytes that each rank puts in, seconds of one collective alone, seconds that each of a row took longer for it."""
+"""Bytes that each rank puts in, seconds of one collective alone, seconds by which each prolonged a row: of its like if
+it is large, of large ones and itself if it is small."""
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
@@ -79,8 +80,9 @@ def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[i
             alone, whole = rows.get(size) or _repeat(channel, device, starts, LEFT_OUT, REPEATS)
             each = whole / (IN_A_ROW - LEFT_OUT)
         else:
-            cycles = [(*starts[i : i + SMALL_IN_A_ROW], larger[i]) for i in range(CYCLES)]
-            alone, whole = _repeat(channel, device, list(chain(*cycles)), SMALL_IN_A_ROW + 1, SMALL_REPEATS)
+            small = cycle(starts)
+            row = [start for large in larger[:CYCLES] for start in (*islice(small, SMALL_IN_A_ROW), large)]
+            alone, whole = _repeat(channel, device, row, SMALL_IN_A_ROW + 1, SMALL_REPEATS)
             others = rows[LARGE_BYTES][1] / (IN_A_ROW - LEFT_OUT)
             each = max(0.0, (whole / (CYCLES - 1) - others) / SMALL_IN_A_ROW)
         one, rest = largest(channel, torch.tensor([alone, each], dtype=torch.float64, device=device)).tolist()

@@ -17,6 +17,7 @@ from offbeat.plan import Task
 from offbeat.plan.schedule import priority_order
 from offbeat.runtime.channel import Channel, wait
 from offbeat.timeline import Kind
+from offbeat.timeline.observer import covered
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
@@ -89,11 +90,7 @@ class Services:
             expected = sum(latency + per_byte * size for _, _, size in spans)
             if len(spans) < count or not expected:
                 continue
-            busy, until = 0.0, 0.0
-            for issued, finished, _ in sorted(spans):
-                busy += max(0.0, finished - max(issued, until))
-                until = max(until, finished)
-            ratios.append(busy / expected)
+            ratios.append(covered((issued, finished) for issued, finished, _ in spans) / expected)
         return min(max(median(ratios), 1 / MOST_SLOWED), MOST_SLOWED) if ratios else None
 
 

@@ -1,5 +1,6 @@
 """Observer: what the runtime tells of its work while it runs, so that it need not know who records it."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from offbeat.plan import Task
@@ -18,3 +19,12 @@ class Observer(Protocol):
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
         """This rank waited for messages, or updated what they brought; no messages means all of them."""
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of some spans (start, end) was open."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total

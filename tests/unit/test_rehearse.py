@@ -129,7 +129,7 @@ class SleepingGrid:
 
     def shift(self, local, shape, layouts, gradients):
         self.seen.append(tuple(local.shape))
-        time.sleep(0.004 if layouts[1] == (WHOLE,) else 0.02)
+        time.sleep(0.02 if layouts[1] == (WHOLE,) else 0.1)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def shift_to(layout: int) -> Shift:
 @pytest.mark.usefixtures("alone")
 def test_an_exchange_costs_what_it_prolongs_the_work_around_it():
     short, long = time_shifts([shift_to(WHOLE), shift_to(1)], SleepingGrid((4, 4)), rounds=3)
-    assert 0 < short < 0.016 < long
+    assert 0.015 < short < 0.08 < long
 
 
 @pytest.mark.usefixtures("alone")
