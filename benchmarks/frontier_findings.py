@@ -54,7 +54,8 @@ def half_suffices(graph: Any, cluster: ClusterSpec, frontier: ModelFrontier) -> 
     """The limit in which data parallelism just fits on 16 devices, and the fewest the frontier needs for it."""
     assert frontier.prices is not None
     limit = math.ceil(data_parallel(frontier.prices).memory_bytes)
-    halved = find_frontier(graph, cluster, devices=8)
+    # With the usual 40 choices for an operator the transformer takes minutes; fewer can only ask for more memory.
+    halved = find_frontier(graph, cluster, devices=8, configurations=24)
     assert halved.prices is not None
     on_eight = data_parallel(halved.prices).memory_bytes
     needed = 16 if halved.points[0].memory_bytes > limit else 8

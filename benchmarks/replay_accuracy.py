@@ -23,13 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quiet import QUIET, Theft
-from step_time import PACED_STEP_SECONDS, build, local_compute_seconds, machine, make_step, parameter_bytes, timed
+from step_time import build, local_compute_seconds, machine, make_step, paced_seconds, parameter_bytes, timed
 
 NETWORK_OVER_COMPUTE = {"slow": 1.4, "fast": 0.6}
 STRATEGIES = ("ddp", "ddp 1MiB", "overlap", "wfbp", "ps_load_balanced")
 PROFILED = ("slow", "overlap")
-STEP_SECONDS = {2: PACED_STEP_SECONDS, 4: 2 * PACED_STEP_SECONDS}
-"""Of paced compute, by hosts; links are as much slower, so that two cores can carry the traffic of four hosts."""
 WARM_UP, TIMED, RECORDED = 10, 20, 14
 ATTEMPTS = 8
 SKEW_SECONDS, DRIFT = 0.05, 50e-6
@@ -79,7 +77,7 @@ def evaluate(
         name = f"{model}-{hosts}{'' if paced else 'real'}-{speed}"
         done = folder / f"{name}.json"
         if not done.exists():
-            compute = compute or (STEP_SECONDS[hosts] if paced else local_compute_seconds(model))
+            compute = compute or (paced_seconds(model, hosts) if paced else local_compute_seconds(model))
             bandwidth = 2 * (hosts - 1) / hosts * parameter_bytes(model) / (NETWORK_OVER_COMPUTE[speed] * compute)
             done.parent.mkdir(parents=True, exist_ok=True)
             done.write_text(json.dumps(run(folder, name, hosts, model, speed, bandwidth, paced)))
@@ -101,7 +99,7 @@ def evaluate(
 def run(folder: Path, name: str, hosts: int, model: str, speed: str, bandwidth: float, paced: bool) -> list[dict]:
     from offbeat.emulate import Emulation
 
-    case = {"model": model, "paced": paced, "step_seconds": STEP_SECONDS[hosts], "folder": str(folder / name)}
+    case = {"model": model, "paced": paced, "step_seconds": paced_seconds(model, hosts), "folder": str(folder / name)}
     with Emulation(hosts, bandwidth=bandwidth) as cluster:
         results = cluster.run(
             [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],

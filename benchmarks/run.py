@@ -64,12 +64,12 @@ BENCHMARKS = (
     Benchmark("peers", "", 520),
     Benchmark("pace_speed", "", 30),
     Benchmark("pace_testbed", "", 40),
-    Benchmark("frontier_findings", "", 320),
+    Benchmark("frontier_findings", "", 200),
     Benchmark("foundation", "", 60),
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 380),
+    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 490),
 )
 """The limits add up to an hour at the most."""
 

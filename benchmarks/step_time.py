@@ -7,10 +7,12 @@ of steps of compute alone, DDP with its default buckets, DDP with the two sizes 
 is max(compute, network): `compute` is the local step, `network` an all-reduce of all gradients. The link's bandwidth is
 chosen from the measured compute, so that network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4
 (compute-bound). `processor_ms` is a second bound, this machine's own: the processor time of one step's computing and
-of one all-reduce of all gradients on all emulated hosts, kernel included, divided by the cores. With two hosts compute
-is real; with four it is paced (it takes the time without taking the processor, as an accelerator's does), because four
-workers do not fit on two cores. Medians of the blocks, in milliseconds; ratios are what counts. Blocks during which the
-machine's neighbours took processor time are repeated (quiet.py).
+of one all-reduce of all gradients on all emulated hosts, kernel included, divided by the cores. `schedule_ms` is what
+the best schedule of the gradients could reach on that link if cutting and sending cost nothing (PACE's optimum): more
+than the first bound, because a gradient cannot be sent before it exists nor used before it has arrived. With two hosts
+compute is real; with four it is paced (it takes the time without taking the processor, as an accelerator's does),
+because four workers do not fit on two cores; only then is `schedule_ms` known. Medians of the blocks, in milliseconds;
+ratios are what counts. Blocks during which the machine's neighbours took processor time are repeated (quiet.py).
 """
 
 import argparse
@@ -37,6 +39,9 @@ MODELS = {
     "transformer_tied": ("transformer", {"scale": 0.3}),
 }
 PACED_STEP_SECONDS = 0.15
+STRETCH = {("vgg", 4): 4, ("resnet", 4): 2, ("transformer", 4): 2, ("transformer_tied", 4): 2}
+"""Of paced compute, by model and hosts. Links are as much slower, so that two cores can carry all the hosts' traffic:
+at four hosts and 0.15 s the emulation's processor time would be what is measured."""
 
 
 def main() -> None:
@@ -74,21 +79,40 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
         "model": model,
         "regime": regime,
         "paced": paced,
+        "paced_seconds": paced_seconds(model, hosts),
         "blocks": blocks,
         "steps": steps,
         "buckets_mib": buckets,
     }
-    compute = PACED_STEP_SECONDS if paced else local_compute_seconds(model)
+    compute = paced_seconds(model, hosts) if paced else local_compute_seconds(model)
     size = parameter_bytes(model)
     bandwidth = 2 * (hosts - 1) / hosts * size / (REGIMES[regime] * compute)
     with Emulation(hosts, bandwidth=bandwidth) as cluster:
         results = cluster.run(
             [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(case)],
             env={"OMP_NUM_THREADS": "1"},
-            timeout=580,
+            timeout=880,
         )
     row = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
+    if paced:
+        row["schedule_ms"] = round(best_schedule(model, row["median_ms"]["local"], row["median_ms"]["network"]), 2)
     return {**case, "emulation": cluster.kind, "bandwidth_mbit": round(bandwidth * 8 / 1e6), "bytes": size, **row}
+
+
+def best_schedule(model: str, compute: float, network: float) -> float:
+    """The shortest step of paced compute that any order of slices allows, when the link carries all in `network`."""
+    from offbeat.search.auto.trials import with_compute_seconds
+    from offbeat.search.pace import jobs_of, preemptive_schedule
+
+    # Updates are a part of `compute`, so nothing is left for them here: at such peaks they take no time.
+    jobs = jobs_of(with_compute_seconds(captured(model), compute / 3, compute * 2 / 3), 1e30, 1e30)
+    duration = network * jobs.sizes / jobs.sizes.sum()
+    return preemptive_schedule(jobs.ready, duration, jobs.tail).makespan
+
+
+def paced_seconds(model: str, hosts: int) -> float:
+    """Of one step's compute, where it is paced."""
+    return PACED_STEP_SECONDS * STRETCH.get((model, hosts), 1)
 
 
 def build(model: str, paced: bool, step_seconds: float = PACED_STEP_SECONDS):
@@ -178,7 +202,7 @@ def work(case: dict) -> None:
     variants = {}
 
     def add(name, wrap) -> None:
-        model, inputs = build(case["model"], case["paced"])
+        model, inputs = build(case["model"], case["paced"], case["paced_seconds"])
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         model, optimizer = wrap(model, optimizer)
         finish = getattr(model, "flush", None)

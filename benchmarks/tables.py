@@ -70,15 +70,17 @@ def step_time(result: Result) -> Lines:
             row["regime"],
             f"{row['offbeat_over_bound']:.3f}",
             f"{row['offbeat_over_both_bounds']:.3f}",
+            f"{row['median_ms']['offbeat'] / row['schedule_ms']:.3f}" if "schedule_ms" in row else "",
             f"{row['best_ddp_over_bound']:.3f}",
             f"{row['ddp_default_over_offbeat']:.3f}",
             f"{row['best_ddp_over_offbeat']:.3f}",
-            percent(row["spread_ms"]["offbeat"] / row["median_ms"]["offbeat"]),
+            percent(row["spread_ms"]["offbeat"] / row["median_ms"]["offbeat"]) if "spread_ms" in row else "",
             _step_verdict(row),
         )
         for row in result["rows"]
     ]
-    heads = ("hosts, compute", "model", "regime", "Offbeat / bound", "Offbeat / both bounds", "best DDP / bound")
+    bounds = ("Offbeat / bound", "Offbeat / both bounds", "Offbeat / best schedule", "best DDP / bound")
+    heads = ("hosts, compute", "model", "regime", *bounds)
     ratios = [row["best_ddp_over_offbeat"] for row in result["rows"]]
     return [
         f"Median over {len(ratios)} cases: Offbeat is {statistics.median(ratios):.3f} times as fast as the best DDP; "
