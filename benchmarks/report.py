@@ -107,8 +107,8 @@ SECTIONS = (
         "hosts.",
         replay_accuracy,
         "python benchmarks/replay_accuracy.py --json [--real]",
-        "16 cores for four hosts",
-        "2026-11-15",
+        "half an hour",
+        "2026-11-16",
     ),
     Section("replay_accuracy_2_hosts", "Replay accuracy on two hosts", "The same, two hosts only.", replay_accuracy),
     Section("search_speed", "Search speed", "dPRO's models on 16 workers with a V100 each, 10 Gbit/s.", search_speed),
@@ -300,8 +300,8 @@ def _replay_figure(result: Result) -> str:
     return (
         f"Replay predicts a recorded job's step with a median error of {percent(own['median'])} (worst "
         f"{percent(own['worst'])}), and other strategies and links with {percent(cross['median'])} (worst "
-        f"{percent(cross['worst'])}), on two emulated hosts where compute takes no processor time from the network; "
-        "where it does, errors are larger"
+        f"{percent(cross['worst'])}), on two and four emulated hosts where compute takes no processor time from the "
+        "network; where it does, errors are larger"
     )
 
 
@@ -330,7 +330,7 @@ def _tune_figure(result: Result) -> str:
 
 README_FIGURES = (
     Figure("step_time_16_cores", _step_figure),
-    Figure("replay_accuracy_2_hosts", _replay_figure),
+    Figure("replay_accuracy", _replay_figure),
     Figure("replay_speed", _speed_figure),
     Figure("gpu_overhead", _gpu_figure),
     Figure("tune", _tune_figure),

@@ -60,8 +60,8 @@ BENCHMARKS = (
     Benchmark("auto_strategy", "", 870),
     Benchmark("search_speed", "--limit 10", 160),
     Benchmark("frontier_speed", "--growth", 90),
-    Benchmark("replay_accuracy_2_hosts", "--hosts 2", 600, "replay_accuracy"),
-    Benchmark("peers", "", 520),
+    Benchmark("replay_accuracy_2_hosts", "--hosts 2", 660, "replay_accuracy"),
+    Benchmark("peers", "", 460),
     Benchmark("pace_speed", "", 30),
     Benchmark("pace_testbed", "", 40),
     Benchmark("frontier_findings", "", 200),
@@ -69,7 +69,7 @@ BENCHMARKS = (
     Benchmark("memory_accuracy", "--device cpu", 50),
     Benchmark("replay_speed", "", 60),
     Benchmark("scaling", "", 80),
-    Benchmark("step_time", "--blocks 3 --regime balanced --model vgg --model transformer", 490),
+    Benchmark("step_time", "--blocks 3 --regime balanced --model resnet --model transformer", 490),
 )
 """The limits add up to an hour at the most."""
 

@@ -59,7 +59,7 @@ def test_every_figure_of_readme_links_to_its_section() -> None:
 def test_another_result_gives_another_page_and_readme() -> None:
     results = report.load(RESULTS)
     changed = copy.deepcopy(results)
-    changed["replay_accuracy_2_hosts"]["summary"]["same"]["median"] *= 2
+    changed["replay_accuracy"]["summary"]["same"]["median"] *= 2
     assert report.page(changed) != report.page(results)
     text = report.README.read_text()
     assert report.readme(text, changed) != report.readme(text, results)
