@@ -146,7 +146,6 @@ SECTIONS = (
     ),
     Section("replay_speed", "Replay speed", "Tasks replayed per second on one core, warm.", replay_speed),
     Section("scaling", "Scale on paper", "DDP's plan against Offbeat's from 8 to 10,000 devices.", scaling),
-    Section("tune_short", "Tuning, short", "Search with few, short trials on unequal emulated hosts.", tune),
     Section(
         "tune",
         "Tuning",

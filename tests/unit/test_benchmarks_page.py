@@ -131,6 +131,14 @@ def test_a_failure_keeps_the_old_file(programs: Path, program: str, reason: str)
     assert old.read_text() == '{"ratio": 1}'
 
 
+def test_time_that_one_leaves_is_for_those_after_it(programs: Path) -> None:
+    (programs / "benchmarks" / "quick.py").write_text("print('{\"ratio\": 2}')")
+    (programs / "benchmarks" / "slow.py").write_text("import time; time.sleep(1.5); print('{\"ratio\": 2}')")
+    quick, slow = runner.Benchmark("quick", "", 30), runner.Benchmark("slow", "", 1)
+    assert not runner.run_all([slow])["slow"]["ok"]
+    assert runner.run_all([quick, slow])["slow"]["ok"]
+
+
 def test_a_failure_is_named_and_makes_the_status_non_zero(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
