@@ -54,7 +54,7 @@ def half_suffices(graph: Any, cluster: ClusterSpec, frontier: ModelFrontier) -> 
     """The limit in which data parallelism just fits on 16 devices, and the fewest the frontier needs for it."""
     assert frontier.prices is not None
     limit = math.ceil(data_parallel(frontier.prices).memory_bytes)
-    # With the usual 40 choices for an operator the transformer takes minutes; fewer can only ask for more memory.
+    # With the usual 40 choices for an operator the transformer takes minutes; what fewer find is still enough.
     halved = find_frontier(graph, cluster, devices=8, configurations=24)
     assert halved.prices is not None
     on_eight = data_parallel(halved.prices).memory_bytes

@@ -73,8 +73,8 @@ class Section:
 _STEP = (
     "Step time against DDP with default buckets and with the best of eight bucket sizes, in alternating blocks on "
     "emulated hosts with shaped links. The bound is max(compute, network); the second bound is the processor time of "
-    "both, kernel included, over this machine's cores. The best schedule is PACE's optimum on that link if cutting and "
-    "sending cost nothing. Ratios of medians; spread is (slowest - fastest block) / median."
+    "both, kernel included, over this machine's cores. The best schedule is PACE's optimum on that link if "
+    "cutting, sending and updating cost nothing. Ratios of medians; spread is (slowest - fastest block) / median."
 )
 SECTIONS = (
     Section("step_time", "Step time", _STEP, step_time),

@@ -8,11 +8,11 @@ is max(compute, network): `compute` is the local step, `network` an all-reduce o
 chosen from the measured compute, so that network / compute is 1.6 (network-bound), 1.0 (balanced) or 0.4
 (compute-bound). `processor_ms` is a second bound, this machine's own: the processor time of one step's computing and
 of one all-reduce of all gradients on all emulated hosts, kernel included, divided by the cores. `schedule_ms` is what
-the best schedule of the gradients could reach on that link if cutting and sending cost nothing (PACE's optimum): more
-than the first bound, because a gradient cannot be sent before it exists nor used before it has arrived. With two hosts
-compute is real; with four it is paced (it takes the time without taking the processor, as an accelerator's does),
-because four workers do not fit on two cores; only then is `schedule_ms` known. Medians of the blocks, in milliseconds;
-ratios are what counts. Blocks during which the machine's neighbours took processor time are repeated (quiet.py).
+the best schedule of the gradients could reach on that link if cutting, sending and updating cost nothing (PACE's
+optimum): a gradient cannot be sent before it exists nor used before it has arrived. With two hosts compute is real;
+with four it is paced (it takes the time without taking the processor, as an accelerator's does), because four workers
+do not fit on two cores; only then is `schedule_ms` known. Medians of the blocks, in milliseconds; ratios are what
+counts. Blocks during which the machine's neighbours took processor time are repeated (quiet.py).
 """
 
 import argparse
@@ -95,16 +95,16 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
         )
     row = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
     if paced:
-        row["schedule_ms"] = round(best_schedule(model, row["median_ms"]["local"], row["median_ms"]["network"]), 2)
+        row["schedule_ms"] = round(best_schedule(model, compute * 1e3, row["median_ms"]["network"]), 2)
     return {**case, "emulation": cluster.kind, "bandwidth_mbit": round(bandwidth * 8 / 1e6), "bytes": size, **row}
 
 
 def best_schedule(model: str, compute: float, network: float) -> float:
-    """The shortest step of paced compute that any order of slices allows, when the link carries all in `network`."""
+    """The shortest step that any order of slices allows, if the link carries all in `network` and updates are free."""
     from offbeat.search.auto.trials import with_compute_seconds
     from offbeat.search.pace import jobs_of, preemptive_schedule
 
-    # Updates are a part of `compute`, so nothing is left for them here: at such peaks they take no time.
+    # At such peaks updates, the only operators without a time of their own, take none.
     jobs = jobs_of(with_compute_seconds(captured(model), compute / 3, compute * 2 / 3), 1e30, 1e30)
     duration = network * jobs.sizes / jobs.sizes.sum()
     return preemptive_schedule(jobs.ready, duration, jobs.tail).makespan
