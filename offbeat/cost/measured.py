@@ -46,6 +46,9 @@ class Costs:
     """Of a variable's bytes; None takes the plan's own estimate."""
     gap_seconds: float = 0.0
     """Between the end of a step and the next forward: loading data, clearing gradients."""
+    company: float = 1.0
+    """What reduces to servers and broadcasts from them take when both are under way, partly in opposite directions, of
+    what they take one after another."""
     interference: float = 0.0
     """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
@@ -105,6 +108,7 @@ class Costs:
             "update_call_seconds": self.update_call_seconds,
             "update_seconds_per_byte": self.update_seconds_per_byte,
             "gap_seconds": self.gap_seconds,
+            "company": self.company,
             "interference": self.interference,
             "compute_scale": {str(rank): scale for rank, scale in self.compute_scale.items()},
         }
@@ -125,6 +129,7 @@ class Costs:
                 update_call_seconds=float(raw["update_call_seconds"]),
                 update_seconds_per_byte=None if per_byte is None else float(per_byte),
                 gap_seconds=float(raw["gap_seconds"]),
+                company=_share(raw.get("company", 1.0)),
                 interference=float(raw["interference"]),
                 compute_scale={int(rank): float(scale) for rank, scale in raw["compute_scale"].items()},
             )
@@ -138,6 +143,13 @@ def _duration(value: Any) -> float:
     if not 0 <= seconds < 1e9:
         raise ValueError(f"{seconds} is not a duration")
     return seconds
+
+
+def _share(value: Any) -> float:
+    share = float(value)
+    if not 0 < share <= 1:
+        raise ValueError(f"{share} is not a share")
+    return share
 
 
 def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:

@@ -3,11 +3,12 @@
 Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
 a row only what keeps the next one from the link (`offbeat.cost.measured`). Small ones stand between large ones there,
 as in a step. What each of a row of nothing but small ones takes differs several-fold from one minute to the next: it
-depends on which cores the backend's threads have found.
+depends on which cores the backend's threads have found. Reduces to servers and broadcasts from them are both under way
+in a step, partly in opposite directions, so they are measured in each other's company too.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import cycle, islice
 from os import PathLike
@@ -26,6 +27,10 @@ from offbeat.runtime.channel import Channel, Work, open_group, wait
 from offbeat.runtime.retime import largest
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
+SERVED = ("reduce", "broadcast")
+"""What servers use, both at a time."""
+LEAST_COMPANY = 0.5
+"""Two directions cannot carry more than twice what one does."""
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
 IN_A_ROW = 12
@@ -41,32 +46,71 @@ LONGEST_SECONDS = 0.15
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, seconds by which each prolonged a row: of its like if
 it is large, of large ones and itself if it is small."""
-_measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Any, tuple[dict[str, list[Sample]], float]] = WeakKeyDictionary()
 
 
 def calibrate_job(folder: str | PathLike[str]) -> Costs:
     """What each collective of the running job costs; rank 0 writes `calibration.json`. Every rank must call it."""
-    samples = measure_job()
-    costs = Costs(collectives={(kind, dist.get_world_size()): fit(found) for kind, found in samples.items()})
+    samples, company = measure_job()
+    fits = {(kind, dist.get_world_size()): fit(found) for kind, found in samples.items()}
+    costs = Costs(collectives=fits, company=company)
     if dist.get_rank() == 0:
         content = orjson.dumps({"costs": costs.to_dict(), "samples": samples}, option=orjson.OPT_INDENT_2)
         files.write_atomic(Path(folder) / "calibration.json", content, "calibration")
     return costs
 
 
-def measure_job() -> dict[str, list[Sample]]:
-    """Samples of every collective among all ranks of the job, measured once in its life."""
+def measure_job() -> tuple[dict[str, list[Sample]], float]:
+    """Samples of every collective among all ranks of the job, and `Costs.company`; measured once in its life."""
     job = dist.distributed_c10d._get_default_group()
     if job not in _measured:
         ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        group = open_group(backend, "offbeat/calibrate", ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
-        channel = Channel(group, ranks, me)
+        channels = []
         try:
-            _measured[job] = {kind: measure(channel, kind, device) for kind in KINDS}
+            for name in ("offbeat/calibrate/up", "offbeat/calibrate/back"):
+                group = open_group(backend, name, ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
+                channels.append(Channel(group, ranks, me))
+            up, back = channels
+            samples = {kind: measure(up, kind, device) for kind in KINDS}
+            _measured[job] = samples, measure_company(up, back, device, samples)
         finally:
-            channel.close()
+            for channel in channels:
+                channel.close()
     return _measured[job]
+
+
+def measure_company(up: Channel, back: Channel, device: torch.device, samples: Mapping[str, Sequence[Sample]]) -> float:
+    """`Costs.company`: large broadcasts go out on a channel of their own, each when its reduce has ended."""
+    shares = []
+    for (size, _, reduce), (_, _, broadcast) in zip(*(samples[kind] for kind in SERVED), strict=False):
+        if size >= LARGE_BYTES and reduce + broadcast > 0:
+            more = _served(up, back, device, size, IN_A_ROW) - _served(up, back, device, size, LEFT_OUT)
+            shares.append(more / (IN_A_ROW - LEFT_OUT) / (reduce + broadcast))
+    share = torch.tensor([median(shares or [1.0])], dtype=torch.float64, device=device)
+    return min(1.0, max(LEAST_COMPANY, largest(up, share).item()))
+
+
+def _served(up: Channel, back: Channel, device: torch.device, size: int, count: int) -> float:
+    """Seconds until so many reduces, and a broadcast after each, have ended; the median."""
+    pairs = [
+        (starter(up, "reduce", size, device, turn), starter(back, "broadcast", size, device, turn))
+        for turn in range(count)
+    ]
+    found = []
+    for _ in range(REPEATS):
+        _meet(up, device)
+        begin = time.perf_counter()
+        returned = []
+        for reduced, start in [(reduce(), broadcast) for reduce, broadcast in pairs]:
+            wait(reduced)
+            _synchronise(device)
+            returned.append(start())
+        for work in returned:
+            wait(work)
+        _synchronise(device)
+        found.append(time.perf_counter() - begin)
+    return median(found)
 
 
 def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:

@@ -121,6 +121,8 @@ def make_profile(
     costs = replace(
         costs,
         collectives=_fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight),
+        # A job's own reduces and broadcasts are corrected to what they took in each other's company.
+        company=1.0 if _has_servers(steady) else costs.company,
         interference=interference,
         gap_seconds=_gap_seconds(steady),
         compute_scale=_compute_scale(steady),
@@ -340,6 +342,10 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
             known.overhead_seconds * factor, known.latency_seconds * factor, known.seconds_per_byte * factor
         )
     return fits
+
+
+def _has_servers(traces: list[RankTrace]) -> bool:
+    return any(row.kind in ("reduce", "broadcast") for row in traces[0].steps[-1].communication)
 
 
 def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[int, float, bool]]]]:

@@ -22,6 +22,11 @@ GLOO_SEGMENT_BYTES = 2**20
 where all but a rank's share of it would do: at two ranks half as long again."""
 
 
+STAR_RANKS = range(3, 9)
+"""With so many ranks gloo's reduces and broadcasts go straight to and from the root: its own ring and tree lead through
+everybody's links, slow ones too. With more, the root would hold too many gradients until they are summed."""
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -76,14 +81,21 @@ class Channel:
         with _backend_errors():
             if not self.gloo:
                 return self.group.reduce([tensor], options)
+            if self.size in STAR_RANKS:
+                return _GatherAndSum(self, tensor.view(-1), root)
             most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
             return _InPieces([self.group.reduce([piece], options) for piece in tensor.view(-1).split(most)])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = self.ranks.index(root)
-        options.rootTensor = 0
         with _backend_errors():
+            if self.gloo and self.size in STAR_RANKS:
+                scattered = dist.ScatterOptions()
+                scattered.rootRank = self.ranks.index(root)
+                inputs = [[tensor] * self.size] if scattered.rootRank == self.index else []
+                return self.group.scatter([tensor], inputs, scattered)
+            options = dist.BroadcastOptions()
+            options.rootRank = self.ranks.index(root)
+            options.rootTensor = 0
             return self.group.broadcast([tensor], options)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -129,6 +141,25 @@ class _InPieces:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+class _GatherAndSum:
+    """Reduce for gloo: every rank sends its tensor to the root once, where a ring passes sums through all links."""
+
+    def __init__(self, channel: Channel, tensor: torch.Tensor, root: int) -> None:
+        self.tensor = tensor
+        mine = channel.ranks[channel.index] == root
+        self.parts = tensor.new_empty(channel.size, tensor.numel()) if mine else None
+        self.work: Any = channel.gather([] if self.parts is None else list(self.parts), tensor, root)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.parts is not None:
+            torch.sum(self.parts, dim=0, out=self.tensor)
+            self.parts = None
 
 
 class _ExchangeAndSum:

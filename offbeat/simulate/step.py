@@ -173,6 +173,8 @@ class StepBuilder:
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
+        self.last_of: dict[int, int] = {}
+        """The last task on each channel's own device."""
         self.issued = 0
 
     def build(self, steps: int) -> Steps:
@@ -278,13 +280,16 @@ class StepBuilder:
         seconds, lag = self.cost[position]
         self.issued += 1
         for role, queued in zip(exchange.roles, ready, strict=True):
+            device = 2 * role + 1
+            if self.costs.company < 1 and task.kind in ("reduce", "broadcast"):
+                device = self._keep_company(step, role, position, seconds, gate, channel)
             sent = self.tasks.add(
                 role,
                 step,
                 "communication",
                 task.name,
                 seconds,
-                2 * role + 1,
+                device,
                 lag=lag,
                 after=[gate],
                 priority=self.issued,
@@ -293,6 +298,26 @@ class StepBuilder:
                 gate=queued,
             )
             self.arrivals.setdefault((step, role, task.message), []).append(sent)
+            if device != 2 * role + 1:
+                self.last_of[device] = sent
+
+    def _keep_company(self, step: int, role: int, position: int, seconds: float, gate: int, channel: str) -> int:
+        """The device for a server's collective, on which its channel alone is as slow as it is alone. The link that
+        both channels share it takes for its part of what they take together, no earlier than its own turn comes."""
+        device = 2 * (len(self.roles.ranks) * (1 + (channel == "back")) + role) + 1
+        message = self.roles.exchanges[position].task.message
+        shared = self.tasks.add(
+            role,
+            step,
+            None,
+            "company",
+            seconds * self.costs.company,
+            2 * role + 1,
+            after=[gate, self.last_of.get(device, -1)],
+            priority=self.issued,
+        )
+        self.arrivals.setdefault((step, role, message), []).append(shared)
+        return device
 
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""

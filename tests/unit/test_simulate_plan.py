@@ -229,3 +229,27 @@ def test_a_clusters_measured_tables_are_what_replay_uses() -> None:
         for name, cluster in (("plain", plain), ("measured", measured))
     }
     assert taken["measured"] > graph.parameter_bytes * 1e-7 > taken["plain"]
+
+
+def test_reduces_and_broadcasts_gain_from_each_others_company_only_while_both_are_under_way() -> None:
+    """Equal variables with one server: at the most a half is gained, and nothing by one kind alone."""
+    plan = plan_of(0.0, ranks=2, synchronizer="parameter_server", placement=(0,))
+    fits = {(kind, 2): CollectiveFit(0.0, 0.0, 1e-6) for kind in ("reduce", "broadcast")}
+    taken = {share: seconds_of(plan, Costs(collectives=fits, company=share)) for share in (1.0, 0.9, 0.5)}
+    both = sum(task.wire_bytes for task in plan.communication) * 1e-6
+    assert taken[1.0] == pytest.approx(both)
+    assert taken[1.0] > taken[0.9] > taken[0.5] >= both / 2
+    alone = [task for task in plan.communication if task.kind == "reduce"]
+    rest = {("reduce", 2): fits["reduce", 2], ("broadcast", 2): CollectiveFit(0.0, 0.0, 0.0)}
+    seconds = seconds_of(plan, Costs(collectives=rest, company=0.5))
+    assert seconds == pytest.approx(sum(task.wire_bytes for task in alone) * 1e-6)
+
+
+def test_costs_are_read_as_they_were_written() -> None:
+    costs = Costs(collectives={("reduce", 2): CollectiveFit(1e-4, 2e-4, 1e-9)}, company=0.75, gap_seconds=0.01)
+    written = costs.to_dict()
+    assert Costs.from_dict(written) == costs
+    assert Costs.from_dict({key: value for key, value in written.items() if key != "company"}).company == 1.0
+    for wrong in (0.0, 1.5, float("nan"), "much"):
+        with pytest.raises(OffbeatError, match="a.json: not a costs file: ValueError"):
+            Costs.from_dict(written | {"company": wrong}, "a.json")
