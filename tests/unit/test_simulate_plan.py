@@ -251,5 +251,5 @@ def test_costs_are_read_as_they_were_written() -> None:
     assert Costs.from_dict(written) == costs
     assert Costs.from_dict({key: value for key, value in written.items() if key != "company"}).company == 1.0
     for wrong in (0.0, 1.5, float("nan"), "much"):
-        with pytest.raises(OffbeatError, match="a.json: not a costs file: ValueError"):
-            Costs.from_dict(written | {"company": wrong}, "a.json")
+        with pytest.raises(OffbeatError, match="costs in a file: not a costs file: ValueError"):
+            Costs.from_dict(written | {"company": wrong}, "costs in a file")
