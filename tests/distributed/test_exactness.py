@@ -14,6 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all_reduce": {"chunk": 3},
     "byteps": {"partition": "1KiB", "servers": "ranks"},
     "ddp": {"first_bucket": 300, "bucket": 900},
+    "fast_servers": {"threshold": 200, "shard": 1024, "bucket": 600},
     "hierarchical_ps": {"threshold": 200},
     "horovod": {"fusion_bytes": 900},
     "overlap": {"bucket": 600, "slice_bytes": 1024},

@@ -19,6 +19,7 @@ NAMES = (
     "all_reduce",
     "byteps",
     "ddp",
+    "fast_servers",
     "hierarchical_ps",
     "horovod",
     "overlap",
@@ -122,6 +123,7 @@ def test_schedule(name: str):
         "tictac": Schedule(policy="priority"),
         "byteps": Schedule(policy="priority"),
         "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20, in_flight=1),
+        "fast_servers": Schedule(policy="priority", slice_bytes=2**19, in_flight=4),
     }
     assert build_strategy(name, MIXED, FOUR).schedule == expected.get(name, Schedule())
 
@@ -233,6 +235,17 @@ def test_partitioned_ps_spreads_large_variables_over_all_servers():
     assert {config.shard_count for name, config in few.variables.items() if name != "scale"} == {2}
     flat = make_graph([Layer((Weight("wide", (2, MIB)),))])
     assert build_strategy("partitioned_ps", flat, FOUR).variables["wide"].partition == (2, 1)
+
+
+def test_large_variables_are_kept_where_links_are_fast():
+    strategy = build_strategy("fast_servers", MIXED, UNEQUAL, threshold="1MiB", shard="512KiB")
+    assert {name for name, config in strategy.variables.items() if config.shards[0].owner is not None} == {
+        "fc1.weight",
+        "fc2.weight",
+    }
+    assert strategy.variables["fc1.weight"].partition == (32, 1)
+    owners = Counter(shard.owner for shard in strategy.variables["fc1.weight"].shards)
+    assert owners == {0: 16, 2: 16}
 
 
 def test_uneven_shards_are_uneven():

@@ -24,6 +24,7 @@ STARTS: tuple[tuple[str, tuple[dict[str, object], ...]], ...] = (
             {"bucket": "16MiB", "slice_bytes": "4MiB"},
         ),
     ),
+    ("fast_servers", ({}, {"in_flight": 2}, {"shard": "256KiB"})),
     ("all_reduce", tuple({"chunk": chunk} for chunk in (1, 4, 16, 64))),
     ("horovod", tuple({"fusion_bytes": size} for size in ("1MiB", "4MiB", "64MiB"))),
     ("ddp", tuple({"bucket": size} for size in ("512KiB", "1MiB", "2MiB", "4MiB", "25MiB"))),
