@@ -67,7 +67,12 @@ BENCHMARKS = (
     Benchmark("scaling", "", 80),
     Benchmark("peers", "", 460),
     Benchmark("frontier_accuracy", "", 330),
-    Benchmark("replay_accuracy_2_hosts", "--hosts 2", 660, "replay_accuracy"),
+    Benchmark(
+        "replay_accuracy_2_hosts",
+        "--hosts 2 --strategy ddp --strategy overlap --strategy wfbp --strategy ps_load_balanced",
+        660,
+        "replay_accuracy",
+    ),
     Benchmark("step_time", "--blocks 3 --regime balanced --model resnet --model transformer", 580),
     Benchmark("auto_strategy", "", 870),
 )
