@@ -10,7 +10,7 @@ in a step, partly in opposite directions, so they are measured in each other's c
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -47,6 +47,8 @@ Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, seconds by which each prolonged a row: of its like if
 it is large, of large ones and itself if it is small."""
 _measured: WeakKeyDictionary[Any, tuple[dict[str, list[Sample]], float]] = WeakKeyDictionary()
+_turns = count()
+"""Groups that are opened anew need names of their own: a store keeps the old ones' addresses."""
 
 
 def calibrate_job(folder: str | PathLike[str]) -> Costs:
@@ -66,9 +68,10 @@ def measure_job() -> tuple[dict[str, list[Sample]], float]:
     if job not in _measured:
         ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        channels = []
+        channels, turn = [], next(_turns)
         try:
-            for name in ("offbeat/calibrate/up", "offbeat/calibrate/back"):
+            for way in ("up", "back"):
+                name = f"offbeat/calibrate/{turn}/{way}"
                 group = open_group(backend, name, ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
                 channels.append(Channel(group, ranks, me))
             up, back = channels
@@ -91,11 +94,11 @@ def measure_company(up: Channel, back: Channel, device: torch.device, samples: M
     return min(1.0, max(LEAST_COMPANY, largest(up, share).item()))
 
 
-def _served(up: Channel, back: Channel, device: torch.device, size: int, count: int) -> float:
+def _served(up: Channel, back: Channel, device: torch.device, size: int, number: int) -> float:
     """Seconds until so many reduces, and a broadcast after each, have ended; the median."""
     pairs = [
         (starter(up, "reduce", size, device, turn), starter(back, "broadcast", size, device, turn))
-        for turn in range(count)
+        for turn in range(number)
     ]
     found = []
     for _ in range(REPEATS):
