@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
     parser.add_argument("--model", choices=("vgg", "resnet", "transformer"), action="append")
     parser.add_argument("--speed", choices=NETWORK_OVER_COMPUTE, action="append")
-    parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="overlap must be among them")
+    parser.add_argument("--strategy", choices=STRATEGIES, action="append")
     parser.add_argument(
         "--keep", type=Path, help="keep the traces in this folder; runs that are there already are taken"
     )
@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--run-only", action="store_true", help="run and record, predict nothing (with --keep)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.strategy and PROFILED[1] not in options.strategy:
+        parser.error(f"--strategy: {PROFILED[1]} must be among them, because its profile predicts the others")
     if options.worker:
         work(json.loads(options.worker))
         return

@@ -62,7 +62,10 @@ def simulate(
         return _timeline(plan, roles, expanded.steps, expanded.summary(result), steps, memory)
     roles = find_roles(plan, costs.compute_scale, fold)
     built = build_steps(plan, costs, roles, steps)
-    result = _replay_with_interference(built.tasks.graph, np.array(built.tasks.device), costs.interference)
+    device, count = np.array(built.tasks.device), len(roles.ranks)
+    # Behind the roles' own pairs come the devices of servers' channels, which are parts of their links.
+    device = np.where(device >= 2 * count, 2 * (device // 2 % count) + 1, device)
+    result = _replay_with_interference(built.tasks.graph, device, costs.interference)
     return _timeline(plan, roles, built, Moments(result.start, result.end, result.critical_path()), steps, memory)
 
 

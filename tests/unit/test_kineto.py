@@ -111,8 +111,9 @@ def test_both_ranks_give_a_collective_the_same_task(job: Path) -> None:
     assert len(sent) == 1
 
 
+@pytest.mark.timing
 def test_ranks_of_one_machine_are_found_to_be_in_step(job: Path, tmp_path: Path) -> None:
-    """The two share a clock: a skew made by hand is found exactly, and none beyond how late busy cores wake a rank."""
+    """The two share a clock, so an artificial skew must be found within what remains of the noise."""
     timeline, _ = read_folder(job)
     known = clock_offsets(communication_events(timeline))
     document = json.loads((job / "rank1.json").read_bytes())
@@ -122,7 +123,7 @@ def test_ranks_of_one_machine_are_found_to_be_in_step(job: Path, tmp_path: Path)
     skewed, _ = read_folder(tmp_path)
     alignment = clock_offsets(communication_events(skewed))
     assert alignment.offset_seconds[1] - known.offset_seconds[1] == pytest.approx(0.05, abs=2e-4)
-    assert known.offset_seconds[1] == pytest.approx(0, abs=0.02)
+    assert known.offset_seconds[1] == pytest.approx(0, abs=2e-3)
     moved, unmoved = apply(skewed, alignment).end, apply(timeline, known).end
     assert moved - moved[0] == pytest.approx(unmoved - unmoved[0], abs=2e-4)
 

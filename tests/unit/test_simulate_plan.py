@@ -253,3 +253,11 @@ def test_costs_are_read_as_they_were_written() -> None:
     for wrong in (0.0, 1.5, float("nan"), "much"):
         with pytest.raises(OffbeatError, match="costs in a file: not a costs file: ValueError"):
             Costs.from_dict(written | {"company": wrong}, "costs in a file")
+
+
+def test_a_servers_reduce_slows_computing_for_as_long_as_it_takes() -> None:
+    plan = plan_of(0.5, ranks=2, synchronizer="parameter_server", placement=(0,))
+    fits = {("reduce", 2): CollectiveFit(0.0, 0.0, 4e-7), ("broadcast", 2): CollectiveFit(0.0, 0.0, 0.0)}
+    taken = [seconds_of(plan, Costs(collectives=fits, company=share, interference=0.5)) for share in (1.0, 0.5)]
+    assert taken[0] > seconds_of(plan, Costs(collectives=fits))
+    assert taken[1] == pytest.approx(taken[0])
