@@ -164,6 +164,8 @@ def search(graph, cluster, run, guide: str, baseline_seconds: float | None, opti
 
 def search_in(store, name: str, graph, cluster, run, options, **more):
     """A search of that name; its guide is what stands before a blank in it."""
+    from offbeat.cost.measured import Costs
+    from offbeat.runtime.channel import goes_straight
     from offbeat.search.auto.tune import Options, tune
     from offbeat.simulate.learned.samples import Schedule
 
@@ -179,7 +181,9 @@ def search_in(store, name: str, graph, cluster, run, options, **more):
         schedule=Schedule(epochs=20) if options.quick else Schedule(),
         **more,
     )
-    return tune(graph, cluster, run, settings, store=store, on_progress=lambda state: show(name, state))
+    # Real trials use gloo, whose servers' messages go straight; the sites of replayed ones are told by nobody.
+    costs = Costs(straight=goes_straight("gloo", cluster.world_size) and not options.replayed)
+    return tune(graph, cluster, run, settings, store=store, costs=costs, on_progress=lambda state: show(name, state))
 
 
 def show(name: str, state) -> None:

@@ -6,7 +6,7 @@ linear fit. With several in flight the overhead is what each of a row of small o
 while their bytes are on the wire (`in_a_row`).
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,8 @@ from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
 from offbeat.plan import Plan, Task
 
+SERVED = ("reduce", "broadcast")
+"""What servers use: gradients come, parameters go."""
 OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
 CALIBRATED_IN_FLIGHT = 2
@@ -46,9 +48,9 @@ class Costs:
     """Of a variable's bytes; None takes the plan's own estimate."""
     gap_seconds: float = 0.0
     """Between the end of a step and the next forward: loading data, clearing gradients."""
-    company: float = 1.0
-    """What reduces to servers and broadcasts from them take when both are under way, partly in opposite directions, of
-    what they take one after another."""
+    straight: bool = False
+    """Reduces go straight to their root and broadcasts straight from it: its link carries the bytes of all the others,
+    in one direction, and each other's link only its own. Else all links carry the same, as in a chain."""
     interference: float = 0.0
     """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
@@ -70,13 +72,36 @@ class Costs:
         """(seconds for which a task among equals takes the link, seconds until its result is there after that)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0
+        factor, more = self.dearer(task.kind, in_flight)
         fit = self.collectives.get((task.kind, len(task.ranks)))
         if fit is not None:
             taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
         else:
             constant = links.constant(task.kind, task.ranks, task.root)
             taken, hidden = max(constant, links.task_seconds(task)), constant * OVERLAPPED_SHARE
-        return (taken - hidden, hidden) if in_flight > 1 else (taken, 0.0)
+        if not taken:
+            return 0.0, 0.0
+        return ((taken - hidden) * factor + more, hidden) if in_flight > 1 else (taken * factor + more, 0.0)
+
+    def goes_straight(self, task: Task) -> bool:
+        """Whether ranks' links are taken for different times, each in one direction (`straight_seconds`)."""
+        return self.straight and task.kind in SERVED and len(task.ranks) > 1
+
+    def straight_seconds(self, task: Task, rank: int, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
+        """(seconds before the first byte, seconds for which a participant's link is taken) where tasks go straight."""
+        factor, more = self.dearer(task.kind, in_flight)
+        fit = self.collectives.get((task.kind, len(task.ranks)))
+        assert task.root is not None
+        if fit is None:
+            link = links.straight(task.ranks, task.root, rank)
+            return link.latency_seconds + more, link.seconds_per_byte * task.wire_bytes * factor
+        share = 1.0 if rank == task.root else 1.0 / (len(task.ranks) - 1)
+        taken = fit.seconds_per_byte * task.wire_bytes * share * factor
+        return fit.overhead_seconds + fit.latency_seconds + more, taken
+
+    def dearer(self, kind: str, in_flight: int) -> tuple[float, float]:
+        """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
+        return 1.0, 0.0
 
     def overhead(self, task: Task, links: Collectives) -> float:
         """The part of the seconds for which a task in a row takes the link that passes without a byte of its own."""
@@ -108,7 +133,7 @@ class Costs:
             "update_call_seconds": self.update_call_seconds,
             "update_seconds_per_byte": self.update_seconds_per_byte,
             "gap_seconds": self.gap_seconds,
-            "company": self.company,
+            "straight": self.straight,
             "interference": self.interference,
             "compute_scale": {str(rank): scale for rank, scale in self.compute_scale.items()},
         }
@@ -129,7 +154,7 @@ class Costs:
                 update_call_seconds=float(raw["update_call_seconds"]),
                 update_seconds_per_byte=None if per_byte is None else float(per_byte),
                 gap_seconds=float(raw["gap_seconds"]),
-                company=_share(raw.get("company", 1.0)),
+                straight=_truth(raw.get("straight", False)),
                 interference=float(raw["interference"]),
                 compute_scale={int(rank): float(scale) for rank, scale in raw["compute_scale"].items()},
             )
@@ -145,11 +170,10 @@ def _duration(value: Any) -> float:
     return seconds
 
 
-def _share(value: Any) -> float:
-    share = float(value)
-    if not 0 < share <= 1:
-        raise ValueError(f"{share} is not a share")
-    return share
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
 
 
 def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:
@@ -174,10 +198,16 @@ def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) 
 def network_seconds(plan: Plan, costs: Costs) -> float:
     """Seconds for which the busiest rank's link is taken in one step at the least: nothing else holds it up, and what
     precedes a message's bytes passes behind others' where several may be under way."""
-    busy: dict[int, float] = {}
+    busy: dict[tuple[int, bool], float] = defaultdict(float)
+    """By rank and direction."""
     everyone = 0.0
     in_flight, links = plan.strategy.schedule.in_flight, Collectives(plan.cluster)
     for task in plan.communication:
+        if costs.goes_straight(task):
+            for rank in task.ranks:
+                incoming = (rank == task.root) == (task.kind == "reduce")
+                busy[rank, incoming] += costs.straight_seconds(task, rank, links, in_flight)[1]
+            continue
         seconds, _ = costs.collective(task, links, in_flight)
         if in_flight > 1:
             seconds = max(0.0, seconds - costs.overhead(task, links))
@@ -185,7 +215,8 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
             everyone += seconds
         else:
             for rank in task.ranks:
-                busy[rank] = busy.get(rank, 0.0) + seconds
+                busy[rank, False] += seconds
+                busy[rank, True] += seconds
     return everyone + max(busy.values(), default=0.0)
 
 

@@ -36,6 +36,7 @@ class Collectives:
         self.cluster = cluster
         self._tables: dict[tuple[str, tuple[int, ...]], CollectiveTable | None] = {}
         self._links: dict[tuple[str, tuple[int, ...], int | None], LinkFit] = {}
+        self._straight: dict[tuple[tuple[int, ...], int, int], LinkFit] = {}
 
     def seconds(self, kind: str, ranks: Iterable[int], bytes: float, root: int | None = None) -> float:
         """Time of one collective alone on its links."""
@@ -65,6 +66,14 @@ class Collectives:
         if key not in self._links:
             self._links[key] = closed_form(kind, ranks, self.cluster, root)
         return self._links[key]
+
+    def straight(self, ranks: tuple[int, ...], root: int, rank: int) -> LinkFit:
+        """Of one participant's link, where all the others send straight to a root or it to them."""
+        key = (ranks, root, rank)
+        if key not in self._straight:
+            latency = max(self.cluster.latency(each, root) for each in ranks)
+            self._straight[key] = LinkFit(latency, _straight_seconds_per_byte(ranks, root, rank, self.cluster))
+        return self._straight[key]
 
 
 def collective_seconds(
@@ -158,11 +167,16 @@ def _gather_seconds_per_byte(ranks: tuple[int, ...], root: int, cluster: Cluster
     """The slowest of the root's interface, its own node's bus, and each sender's own path."""
     if root not in ranks:
         raise OffbeatError(f"gather: root {root} is not one of its ranks {list(ranks)}")
-    senders = [rank for rank in ranks if rank != root]
-    far = sum(not cluster.same_node(rank, root) for rank in senders)
+    return max(_straight_seconds_per_byte(ranks, root, rank, cluster) for rank in ranks)
+
+
+def _straight_seconds_per_byte(ranks: tuple[int, ...], root: int, rank: int, cluster: ClusterSpec) -> float:
+    """Of a root's interface or its node's bus, which carry all bytes; of another's path, which carries its own."""
+    if rank != root:
+        return 1.0 / cluster.bandwidth(rank, root)
+    far = sum(not cluster.same_node(each, root) for each in ranks)
     node = cluster.node_of(root)
-    shared = max(far / cluster.node_bandwidth(node), (len(senders) - far) / cluster.nodes[node].intra_bandwidth)
-    return max(shared, *(1.0 / cluster.bandwidth(rank, root) for rank in senders))
+    return max(far / cluster.node_bandwidth(node), (len(ranks) - 1 - far) / cluster.nodes[node].intra_bandwidth)
 
 
 def _placement(ranks: tuple[int, ...], cluster: ClusterSpec) -> tuple[object, ...]:

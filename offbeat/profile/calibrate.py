@@ -3,12 +3,12 @@
 Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
 a row only what keeps the next one from the link (`offbeat.cost.measured`). Small ones stand between large ones there,
 as in a step. What each of a row of nothing but small ones takes differs several-fold from one minute to the next: it
-depends on which cores the backend's threads have found. Reduces to servers and broadcasts from them are both under way
-in a step, partly in opposite directions, so they are measured in each other's company too.
+depends on which cores the backend's threads have found. Reduces and broadcasts that go straight to or from their root
+are measured alone: how they share links follows from who their roots are (`offbeat.simulate.step`).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count, cycle, islice
 from os import PathLike
@@ -22,15 +22,11 @@ import torch
 import torch.distributed as dist
 
 from offbeat import files
-from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, CollectiveFit, Costs, in_a_row
-from offbeat.runtime.channel import Channel, Work, open_group, wait
+from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, Costs, in_a_row
+from offbeat.runtime.channel import Channel, Work, goes_straight, open_group, wait
 from offbeat.runtime.retime import largest
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
-SERVED = ("reduce", "broadcast")
-"""What servers use, both at a time."""
-LEAST_COMPANY = 0.5
-"""Two directions cannot carry more than twice what one does."""
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
 IN_A_ROW = 12
@@ -46,74 +42,40 @@ LONGEST_SECONDS = 0.15
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, seconds by which each prolonged a row: of its like if
 it is large, of large ones and itself if it is small."""
-_measured: WeakKeyDictionary[Any, tuple[dict[str, list[Sample]], float]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 _turns = count()
 """Groups that are opened anew need names of their own: a store keeps the old ones' addresses."""
 
 
 def calibrate_job(folder: str | PathLike[str]) -> Costs:
     """What each collective of the running job costs; rank 0 writes `calibration.json`. Every rank must call it."""
-    samples, company = measure_job()
-    fits = {(kind, dist.get_world_size()): fit(found) for kind, found in samples.items()}
-    costs = Costs(collectives=fits, company=company)
+    samples, ranks = measure_job(), dist.get_world_size()
+    straight = goes_straight(dist.get_backend(), ranks)
+    fits = {
+        (kind, ranks): fit_alone(found) if straight and kind in SERVED else fit(found)
+        for kind, found in samples.items()
+    }
+    costs = Costs(collectives=fits, straight=straight)
     if dist.get_rank() == 0:
         content = orjson.dumps({"costs": costs.to_dict(), "samples": samples}, option=orjson.OPT_INDENT_2)
         files.write_atomic(Path(folder) / "calibration.json", content, "calibration")
     return costs
 
 
-def measure_job() -> tuple[dict[str, list[Sample]], float]:
-    """Samples of every collective among all ranks of the job, and `Costs.company`; measured once in its life."""
+def measure_job() -> dict[str, list[Sample]]:
+    """Samples of every collective among all ranks of the job; measured once in its life."""
     job = dist.distributed_c10d._get_default_group()
     if job not in _measured:
         ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        channels, turn = [], next(_turns)
+        name = f"offbeat/calibrate/{next(_turns)}"
+        group = open_group(backend, name, ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
+        channel = Channel(group, ranks, me)
         try:
-            for way in ("up", "back"):
-                name = f"offbeat/calibrate/{turn}/{way}"
-                group = open_group(backend, name, ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
-                channels.append(Channel(group, ranks, me))
-            up, back = channels
-            samples = {kind: measure(up, kind, device) for kind in KINDS}
-            _measured[job] = samples, measure_company(up, back, device, samples)
+            _measured[job] = {kind: measure(channel, kind, device) for kind in KINDS}
         finally:
-            for channel in channels:
-                channel.close()
+            channel.close()
     return _measured[job]
-
-
-def measure_company(up: Channel, back: Channel, device: torch.device, samples: Mapping[str, Sequence[Sample]]) -> float:
-    """`Costs.company`: large broadcasts go out on a channel of their own, each when its reduce has ended."""
-    shares = []
-    for (size, _, reduce), (_, _, broadcast) in zip(*(samples[kind] for kind in SERVED), strict=False):
-        if size >= LARGE_BYTES and reduce + broadcast > 0:
-            more = _served(up, back, device, size, IN_A_ROW) - _served(up, back, device, size, LEFT_OUT)
-            shares.append(more / (IN_A_ROW - LEFT_OUT) / (reduce + broadcast))
-    share = torch.tensor([median(shares or [1.0])], dtype=torch.float64, device=device)
-    return min(1.0, max(LEAST_COMPANY, largest(up, share).item()))
-
-
-def _served(up: Channel, back: Channel, device: torch.device, size: int, number: int) -> float:
-    """Seconds until so many reduces, and a broadcast after each, have ended; the median."""
-    pairs = [
-        (starter(up, "reduce", size, device, turn), starter(back, "broadcast", size, device, turn))
-        for turn in range(number)
-    ]
-    found = []
-    for _ in range(REPEATS):
-        _meet(up, device)
-        begin = time.perf_counter()
-        returned = []
-        for reduced, start in [(reduce(), broadcast) for reduce, broadcast in pairs]:
-            wait(reduced)
-            _synchronise(device)
-            returned.append(start())
-        for work in returned:
-            wait(work)
-        _synchronise(device)
-        found.append(time.perf_counter() - begin)
-    return median(found)
 
 
 def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
@@ -169,6 +131,14 @@ def fit(samples: Sequence[Sample]) -> CollectiveFit:
     overhead = median(_overhead(size, each, per_byte) for size, each in small or large)
     latency = median(max(0.0, one - overhead - per_byte * size) for size, one, _ in samples)
     return CollectiveFit(overhead, latency, per_byte)
+
+
+def fit_alone(samples: Sequence[Sample]) -> CollectiveFit:
+    """Seconds per byte from what large ones take alone; before the first byte pass as many as the smallest takes."""
+    large = [(size, one) for size, one, _ in samples if size >= LARGE_BYTES]
+    (least, first), (most, last) = (large[0], large[-1]) if len(large) > 1 else ((0, 0.0), samples[-1][:2])
+    per_byte = max(0.0, (last - first) / (most - least))
+    return CollectiveFit(samples[0][1], 0.0, per_byte)
 
 
 def _overhead(size: int, each: float, per_byte: float) -> float:

@@ -6,7 +6,7 @@ then over ranks; a rank that is slower than the others keeps its factor (`Costs.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -17,10 +17,11 @@ import numpy as np
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import CollectiveFit, Costs, in_a_row
+from offbeat.cost.measured import SERVED, CollectiveFit, Costs, in_a_row
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Operator, Variable, update_operators
+from offbeat.plan import lower
 from offbeat.profile.interference import fit_interference, shares
 from offbeat.profile.traces import (
     RankTrace,
@@ -32,8 +33,11 @@ from offbeat.profile.traces import (
     read_traces,
     to_timeline,
 )
+from offbeat.runtime.channel import goes_straight
+from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
-from offbeat.timeline import Timeline
+from offbeat.timeline import KINDS, Timeline
+from offbeat.timeline.observer import covered
 
 WARM_UP_STEPS = 3
 MOST_CORRECTED = 2.0
@@ -80,7 +84,8 @@ def profile_in_place(
     """
     traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
-    profile = make_profile(traces, Costs(collectives=fits), strategy)
+    straight = goes_straight(traces[0].backend, world)
+    profile = make_profile(traces, Costs(collectives=fits, straight=straight), strategy)
     return replace(profile, graph=with_variables_of(profile.graph, graph))
 
 
@@ -121,8 +126,6 @@ def make_profile(
     costs = replace(
         costs,
         collectives=_fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight),
-        # A job's own reduces and broadcasts are corrected to what they took in each other's company.
-        company=1.0 if _has_servers(steady) else costs.company,
         interference=interference,
         gap_seconds=_gap_seconds(steady),
         compute_scale=_compute_scale(steady),
@@ -132,7 +135,7 @@ def make_profile(
     world = steady[0].world
     if world > 1 and not any(step.communication for trace in steady for step in trace.steps):
         said.append(f"{world} ranks, but no communication was seen in their traces")
-    return Profile(
+    profile = Profile(
         timeline=to_timeline(steady, said),
         graph=graph,
         cluster=cluster or _cluster(world, costs),
@@ -141,6 +144,7 @@ def make_profile(
         job=traces[0].job,
         notes=tuple(said),
     )
+    return _with_own_servers(profile)
 
 
 def _steady(trace: RankTrace) -> tuple[Step, ...]:
@@ -327,6 +331,9 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
     fits = dict(costs.collectives)
     for (kind, participants), steps in _services(traces).items():
         known = fits.get((kind, participants))
+        if costs.straight and kind in SERVED:
+            # How they share links depends on their roots: `_with_own_servers`.
+            continue
         if known is None:
             per_byte = median(sum(s for _, s, _ in rows) / max(1, sum(size for size, _, _ in rows)) for rows in steps)
             fits[kind, participants] = CollectiveFit(0.0, 0.0, per_byte)
@@ -344,8 +351,32 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
     return fits
 
 
-def _has_servers(traces: list[RankTrace]) -> bool:
-    return any(row.kind in ("reduce", "broadcast") for row in traces[0].steps[-1].communication)
+def _with_own_servers(profile: Profile) -> Profile:
+    """The profile with reduces and broadcasts that, replayed, keep the network busy as long as the job's own did."""
+    costs = profile.costs
+    mine = [row for row in profile.costs.collectives if row[0] in SERVED]
+    plan = lower(profile.graph, profile.cluster, profile.strategy)
+    if not (mine and any(costs.goes_straight(task) for task in plan.communication)):
+        return profile
+    factor = _busy_seconds(profile.timeline, max) / _busy_seconds(simulate(plan, costs, memory=False), min)
+    factor = min(max(factor, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    fits = {
+        key: replace(fit, seconds_per_byte=fit.seconds_per_byte * factor) if key in mine else fit
+        for key, fit in costs.collectives.items()
+    }
+    return replace(profile, costs=replace(costs, collectives=fits))
+
+
+def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
+    """Seconds of a step in which collectives were under way: from when `begins` chooses among the ranks' starts, until
+    the last rank was done."""
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
+    for number in np.flatnonzero(timeline.kind == KINDS.index("communication")):
+        key = int(timeline.step[number]), int(timeline.task[number])
+        start, end = float(timeline.start[number]), float(timeline.end[number])
+        known = spans.get(key, (start, end))
+        spans[key] = begins(known[0], start), max(known[1], end)
+    return covered((start, max(start, end)) for start, end in spans.values()) / (timeline.marks.shape[1] - 1)
 
 
 def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[int, float, bool]]]]:

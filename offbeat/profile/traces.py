@@ -77,6 +77,7 @@ class RankTrace:
     world: int
     job: str
     machine: str
+    backend: str
     modules: tuple[str, ...]
     parameters: tuple[tuple[str, tuple[int, ...], str], ...]
     gradients: tuple[str, ...]
@@ -148,6 +149,7 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
             world=world,
             job=str(header["job"]),
             machine=str(header["machine"]),
+            backend=str(header.get("backend", "")),
             modules=modules,
             parameters=parameters,
             gradients=gradients,

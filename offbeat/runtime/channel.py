@@ -22,9 +22,10 @@ GLOO_SEGMENT_BYTES = 2**20
 where all but a rank's share of it would do: at two ranks half as long again."""
 
 
-STAR_RANKS = range(3, 9)
+STRAIGHT_RANKS = range(2, 9)
 """With so many ranks gloo's reduces and broadcasts go straight to and from the root: its own ring and tree lead through
-everybody's links, slow ones too. With more, the root would hold too many gradients until they are summed."""
+everybody's links, slow ones too, in both directions. With more, the root would hold too many gradients until they are
+summed."""
 
 
 class Work(Protocol):
@@ -61,6 +62,11 @@ def report_end(work: Work, report: Callable[[float], None]) -> None:
     inner.get_future().add_done_callback(lambda _: report(time.perf_counter()))
 
 
+def goes_straight(backend: str, ranks: int) -> bool:
+    """Whether reduces and broadcasts among so many ranks use no link but the root's and each other's own."""
+    return backend == "gloo" and ranks in STRAIGHT_RANKS
+
+
 class Channel:
     """One process group, whose members are numbered in ring order."""
 
@@ -81,14 +87,14 @@ class Channel:
         with _backend_errors():
             if not self.gloo:
                 return self.group.reduce([tensor], options)
-            if self.size in STAR_RANKS:
+            if goes_straight(self.group.name(), self.size):
                 return _GatherAndSum(self, tensor.view(-1), root)
             most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
             return _InPieces([self.group.reduce([piece], options) for piece in tensor.view(-1).split(most)])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         with _backend_errors():
-            if self.gloo and self.size in STAR_RANKS:
+            if goes_straight(self.group.name(), self.size):
                 scattered = dist.ScatterOptions()
                 scattered.rootRank = self.ranks.index(root)
                 inputs = [[tensor] * self.size] if scattered.rootRank == self.index else []

@@ -25,6 +25,7 @@ from offbeat.simulate.collectives import (
     Tasks,
     chain_broadcast,
     chain_reduce,
+    pull,
     push,
     ring_all_gather,
     ring_all_reduce,
@@ -144,9 +145,11 @@ class _ExpandingBuilder(StepBuilder):
                 return ring_reduce_scatter(self.messages, links, size, ready, priority)
             case "all_gather":
                 return ring_all_gather(self.messages, links, size, ready, priority)
+            case "broadcast" if self.costs.straight:
+                return pull(self.messages, links, size, root, ready, priority)
             case "broadcast":
                 return chain_broadcast(self.messages, links, size, root, ready, CHAIN_CHUNKS, priority)
-            case "reduce":
+            case "reduce" if not self.costs.straight:
                 return chain_reduce(self.messages, links, size, root, ready, CHAIN_CHUNKS, priority)
             case _:
                 return push(self.messages, links, size, root, ready, priority)
@@ -155,19 +158,24 @@ class _ExpandingBuilder(StepBuilder):
         key = (task.kind, task.ranks, task.root)
         if key not in self.links:
             roles = np.array([self.role_of[rank] for rank in task.ranks])
+            straight = self.costs.goes_straight(task)
+            rooted = straight or task.kind == "gather"
             fit = self.costs.collectives.get((task.kind, len(task.ranks)))
             if fit is not None:
-                bytes_factor, steps = lone_cost(task.kind, len(task.ranks))
+                # What goes straight fills the root's link with everybody's bytes.
+                bytes_factor, steps = (len(task.ranks) - 1, 1) if straight else lone_cost(task.kind, len(task.ranks))
                 per_byte: object = fit.seconds_per_byte / bytes_factor
                 latency: object = (fit.overhead_seconds + fit.latency_seconds) / steps
             else:
                 cluster, ring = self.plan.cluster, task.ranks
-                goals = [task.root] * len(ring) if task.kind == "gather" else [*ring[1:], ring[0]]
+                goals = [task.root] * len(ring) if rooted else [*ring[1:], ring[0]]
                 hops = [(a, b) for a, b in zip(ring, goals, strict=True)]
-                per_byte = [1.0 / cluster.bandwidth(a, b) for a, b in hops]  # type: ignore[arg-type] # roots are ranks
-                latency = [cluster.latency(a, b) for a, b in hops]  # type: ignore[arg-type]
+                # A root has no way to itself; its interface is what it receives and sends with.
+                own = cluster.node_bandwidth(cluster.node_of(ring[0] if task.root is None else task.root))
+                per_byte = [1.0 / (own if a == b else cluster.bandwidth(a, b)) for a, b in hops]  # type: ignore[arg-type]
+                latency = [cluster.latency(a, b) for a, b in hops]  # type: ignore[arg-type] # roots are ranks
             # Odd numbers, as all links have, behind those of the outgoing ones.
-            incoming = 2 * (len(self.roles.ranks) + roles) + 1 if task.kind == "gather" else None
+            incoming = 2 * (len(self.roles.ranks) + roles) + 1 if rooted else None
             self.links[key] = Links.make(2 * roles + 1, per_byte, latency, incoming)  # type: ignore[arg-type]
         return self.links[key]
 

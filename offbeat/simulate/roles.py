@@ -1,8 +1,8 @@
 """Plan → roles: ranks that behave alike, and the collectives between them.
 
-Two ranks have the same role if they compute at the same speed and take the same part in collectives whose other
-participants have the same roles in turn (the coarsest equitable partition that starts from speed). One representative
-of each role then stands for all its ranks, so that replaying 10,000 equal workers costs what one does.
+Two ranks have the same role if they compute and send at the same speed and take the same part in collectives whose
+other participants have the same roles in turn (the coarsest equitable partition that starts from speed). One
+representative of each role then stands for all its ranks, so that replaying 10,000 equal workers costs what one does.
 """
 
 from collections import defaultdict
@@ -51,7 +51,7 @@ def find_roles(plan: Plan, compute_scale: Mapping[int, float], fold: bool = True
 
 
 def _start(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
-    """By speed, and by what makes a rank stand out in the collectives it takes part in."""
+    """By speed of computing and of the link, and by what makes a rank stand out in the collectives it takes part in."""
     marks: dict[int, list[Hashable]] = {rank: [] for rank in replicas}
     for task in plan.tasks:
         key = (task.message, task.stage, task.start, task.kind)
@@ -61,7 +61,7 @@ def _start(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, fl
                     marks[rank].append((*key, len(task.ranks), rank == task.root))
         elif task.root is not None and task.root in marks:
             marks[task.root].append(key)
-    speeds = [(node.peak_flops, node.memory_bandwidth) for node in plan.cluster.nodes]
+    speeds = [(node.peak_flops, node.memory_bandwidth, node.bandwidth) for node in plan.cluster.nodes]
     nodes = plan.cluster.node_of_rank
     return _number({r: (speeds[nodes[r]], compute_scale.get(r, 1.0), tuple(marks[r])) for r in replicas})
 

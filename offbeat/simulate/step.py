@@ -1,6 +1,7 @@
 """Plan + Costs → the tasks of some consecutive steps, as the runtime would run them.
 
-Each role has one queue for compute and one for its link. Compute is the plan's segments in order. A message goes out
+Each role has one queue for compute and one for its link, or two where messages to and from servers take its directions
+for different times. Compute is the plan's segments in order. A message goes out
 when the segment that completes its last gradient has ended and everything before it in the issue order has been
 issued; all participants must have come that far. In deferred mode the segment that first reads a variable waits for it
 and applies its update; in barrier mode the end of the step waits for everything. Owners' updates and returning
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from offbeat.cost.measured import Costs, in_a_row
 from offbeat.cost.tables import Collectives
 from offbeat.cost.updates import message_updates
-from offbeat.plan import Plan
+from offbeat.plan import Plan, Task
 from offbeat.simulate.roles import Exchange, Roles
 from offbeat.simulate.taskgraph import TaskGraph
 from offbeat.timeline import Kind
@@ -173,8 +174,11 @@ class StepBuilder:
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
-        self.last_of: dict[int, int] = {}
-        """The last task on each channel's own device."""
+        self.flights: dict[tuple[str, int], list[int]] = defaultdict(list)
+        """Per queue and role, the ends of its parts in collectives that go straight."""
+        self.in_flight = plan.strategy.schedule.in_flight
+        self.collectives = Collectives(plan.cluster)
+        self.two_ways = any(costs.goes_straight(exchange.task) for exchange in roles.exchanges)
         self.issued = 0
 
     def build(self, steps: int) -> Steps:
@@ -272,52 +276,110 @@ class StepBuilder:
     def _send(self, step: int, position: int, after: dict[int, list[int]], channel: str) -> None:
         """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
         exchange = self.roles.exchanges[position]
-        task = exchange.task
-        queue = f"{channel}.{exchange.roles}.{len(task.ranks)}"
-        ready = [self.tasks.add(role, step, None, "ready", after=before) for role, before in after.items()]
-        gate = self.tasks.add(exchange.roles[0], step, None, "issue", after=[*ready, self.gates.get(queue, -1)])
-        self.gates[queue] = gate
-        seconds, lag = self.cost[position]
+        queue = f"{channel}.{exchange.roles}.{len(exchange.task.ranks)}"
+        ready = {role: self.tasks.add(role, step, None, "ready", after=before) for role, before in after.items()}
+        before = [*ready.values(), self.gates.get(queue, -1)]
+        gate = self.gates[queue] = self.tasks.add(exchange.roles[0], step, None, "issue", after=before)
         self.issued += 1
-        for role, queued in zip(exchange.roles, ready, strict=True):
-            device = 2 * role + 1
-            if self.costs.company < 1 and task.kind in ("reduce", "broadcast"):
-                device = self._keep_company(step, role, position, seconds, gate, channel)
-            sent = self.tasks.add(
-                role,
-                step,
-                "communication",
-                task.name,
-                seconds,
-                device,
-                lag=lag,
-                after=[gate],
-                priority=self.issued,
-                bytes=task.wire_bytes,
-                exchange=position,
-                gate=queued,
-            )
-            self.arrivals.setdefault((step, role, task.message), []).append(sent)
-            if device != 2 * role + 1:
-                self.last_of[device] = sent
+        if self.costs.goes_straight(exchange.task):
+            self._send_straight(step, position, ready, gate, queue)
+            return
+        if self.two_ways:
+            self._send_around(step, position, ready, gate)
+            return
+        seconds, lag = self.cost[position]
+        for role, queued in ready.items():
+            sent = self._part(step, position, role, queued, seconds, 2 * role + 1, [gate], lag)
+            self.arrivals.setdefault((step, role, exchange.task.message), []).append(sent)
 
-    def _keep_company(self, step: int, role: int, position: int, seconds: float, gate: int, channel: str) -> int:
-        """The device for a server's collective, on which its channel alone is as slow as it is alone. The link that
-        both channels share it takes for its part of what they take together, no earlier than its own turn comes."""
-        device = 2 * (len(self.roles.ranks) * (1 + (channel == "back")) + role) + 1
-        message = self.roles.exchanges[position].task.message
-        shared = self.tasks.add(
+    def _part(
+        self,
+        step: int,
+        position: int,
+        role: int,
+        queued: int,
+        seconds: float,
+        device: int,
+        after: list[int],
+        lag: float = 0.0,
+    ) -> int:
+        """What a role has to do with a collective."""
+        task = self.roles.exchanges[position].task
+        return self.tasks.add(
             role,
             step,
-            None,
-            "company",
-            seconds * self.costs.company,
-            2 * role + 1,
-            after=[gate, self.last_of.get(device, -1)],
+            "communication",
+            task.name,
+            seconds,
+            device,
+            lag=lag,
+            after=after,
             priority=self.issued,
+            bytes=task.wire_bytes,
+            exchange=position,
+            gate=queued,
         )
-        self.arrivals.setdefault((step, role, message), []).append(shared)
-        return device
+
+    def _outgoing(self, role: int) -> int:
+        """The device of a role's link away from it, where the two directions are told apart."""
+        return 2 * (len(self.roles.ranks) + role) + 1
+
+    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int) -> None:
+        """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
+        the slowest link; a faster one it leaves to them for the rest of the time."""
+        task = self.roles.exchanges[position].task
+        seconds, lag = self.cost[position]
+        slowest = self.plan.cluster.ring_bandwidth(task.ranks)
+        parts = []
+        for role, queued in ready.items():
+            node = self.plan.cluster.node_of(self.roles.ranks[role][0])
+            taken = seconds * min(1.0, slowest / self.plan.cluster.node_bandwidth(node))
+            parts.append(self._part(step, position, role, queued, taken, 2 * role + 1, [gate]))
+            back = self.tasks.add(
+                role, step, None, "other way", taken, self._outgoing(role), after=[gate], priority=self.issued
+            )
+            parts.append(back)
+        for role in ready:
+            end = self.tasks.add(role, step, None, "end", lag, after=parts)
+            self.arrivals.setdefault((step, role, task.message), []).append(end)
+
+    def _send_straight(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> None:
+        """A collective to or from a root, which takes each role's link in one direction and for a time of its own.
+
+        A role takes part once one of the `in_flight` before has ended for it, and what it sends may be on its way to
+        one root while others' is still arriving at another.
+        """
+        task = self.roles.exchanges[position].task
+        root = next(role for role in ready if task.root in self.roles.ranks[role])
+        price = {role: self._straight_price(task, role) for role in ready}
+        begun = {}
+        for role in ready:
+            flights = self.flights[queue, role]
+            before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
+            begun[role] = self.tasks.add(role, step, None, "begin", price[role][0], after=[gate, before])
+        parts = {}
+        for role, queued in ready.items():
+            incoming = (role == root) == (task.kind == "reduce")
+            device = 2 * role + 1 if incoming else self._outgoing(role)
+            parts[role] = self._part(step, position, role, queued, price[role][1], device, [begun[role], begun[root]])
+        for role in ready:
+            # All share the root's link, so that whoever receives from it has everything when the last one has.
+            needed = (
+                parts.values()
+                if role == root
+                else [parts[role]]
+                if task.kind == "reduce"
+                else [parts[role], parts[root]]
+            )
+            end = self.tasks.add(role, step, None, "end", after=list(needed))
+            self.flights[queue, role].append(end)
+            self.arrivals.setdefault((step, role, task.message), []).append(end)
+
+    def _straight_price(self, task: Task, role: int) -> tuple[float, float]:
+        members = self.roles.ranks[role]
+        rank = task.root if task.root in members else next(rank for rank in task.ranks if rank in members)
+        assert rank is not None
+        return self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
 
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""

@@ -51,3 +51,12 @@ def test_calibration_finds_the_overhead_that_replay_would_show(overhead: float, 
     fitted = calibrate.fit(samples)
     assert fitted.seconds_per_byte == pytest.approx(per_byte)
     assert fitted.overhead_seconds == pytest.approx(overhead, abs=2e-6, rel=0.01)
+
+
+def test_what_goes_straight_is_fitted_to_what_one_takes_alone() -> None:
+    """A bucket along the way lets small ones pass for nothing; only what a larger one takes longer counts."""
+    samples = [(2**12, 4e-4, 9.0), (2**16, 4e-4, 9.0), *((size, 1e-8 * size - 1e-4, 9.0) for size in (2**18, 2**20))]
+    fitted = calibrate.fit_alone(samples)
+    assert fitted.seconds_per_byte == pytest.approx(1e-8)
+    assert (fitted.overhead_seconds, fitted.latency_seconds) == (4e-4, 0.0)
+    assert calibrate.fit_alone(samples[:3]).seconds_per_byte == pytest.approx(1e-8, rel=0.05)

@@ -231,33 +231,91 @@ def test_a_clusters_measured_tables_are_what_replay_uses() -> None:
     assert taken["measured"] > graph.parameter_bytes * 1e-7 > taken["plain"]
 
 
-def test_reduces_and_broadcasts_gain_from_each_others_company_only_while_both_are_under_way() -> None:
-    """Equal variables with one server: at the most a half is gained, and nothing by one kind alone."""
-    plan = plan_of(0.0, ranks=2, synchronizer="parameter_server", placement=(0,))
-    fits = {(kind, 2): CollectiveFit(0.0, 0.0, 1e-6) for kind in ("reduce", "broadcast")}
-    taken = {share: seconds_of(plan, Costs(collectives=fits, company=share)) for share in (1.0, 0.9, 0.5)}
-    both = sum(task.wire_bytes for task in plan.communication) * 1e-6
-    assert taken[1.0] == pytest.approx(both)
-    assert taken[1.0] > taken[0.9] > taken[0.5] >= both / 2
-    alone = [task for task in plan.communication if task.kind == "reduce"]
-    rest = {("reduce", 2): fits["reduce", 2], ("broadcast", 2): CollectiveFit(0.0, 0.0, 0.0)}
-    seconds = seconds_of(plan, Costs(collectives=rest, company=0.5))
-    assert seconds == pytest.approx(sum(task.wire_bytes for task in alone) * 1e-6)
+def served(owners: tuple[int, ...], ranks: int = 4, seconds: float = 1e-6, **schedule: object) -> Plan:
+    """Equal variables, each with its server, on links of which each is as fast as the others."""
+    cluster = ClusterSpec.homogeneous(nodes=ranks, bandwidth=LINK, latency=0.0)
+    configs = {
+        f"w{i}": VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(owner,)),))
+        for i, owner in enumerate(owners)
+    }
+    plan = Strategy(variables=configs, schedule=Schedule(policy="priority", **schedule))  # type: ignore[arg-type]
+    return lower(hand_made(seconds), cluster, plan)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_a_server_receives_all_gradients_and_sends_all_parameters_over_its_own_link(ranks: int) -> None:
+    """In opposite directions: what it receives of one variable may arrive while it sends another."""
+    transfer = (ranks - 1) * BYTES / LINK
+    plan = served((0,) * LAYERS, ranks)
+    costs = Costs(straight=True)
+    assert network_seconds(plan, costs) == pytest.approx(LAYERS * transfer)
+    assert LAYERS * transfer <= seconds_of(plan, costs) <= (2 * LAYERS + 0.01) * transfer
+    fits = {(kind, ranks): CollectiveFit(0.0, 0.0, (ranks - 1) / LINK) for kind in ("reduce", "broadcast")}
+    assert seconds_of(plan, Costs(straight=True, collectives=fits)) == pytest.approx(seconds_of(plan, costs))
+
+
+def test_servers_on_different_ranks_receive_at_the_same_time() -> None:
+    """As many as are in flight; one server for all has to receive them one after another."""
+    one, four = (seconds_of(served(owners, in_flight=4), Costs(straight=True)) for owners in ((0,) * 4, (0, 1, 2, 3)))
+    transfer = 3 * BYTES / LINK
+    assert one > LAYERS * transfer
+    # Each rank's link carries a quarter of what one server's does.
+    assert four < one / 2
+    single = seconds_of(served((0, 1, 2, 3), in_flight=1), Costs(straight=True))
+    assert single > four
+
+
+def test_a_servers_slow_clients_keep_only_themselves_busy() -> None:
+    """A root with a fast link takes gradients from a slow one as fast as that sends; a slow root receives them all."""
+    fast, slow = 1e9, 1e8
+    cluster = ClusterSpec.homogeneous(nodes=4, bandwidth=fast, latency=0.0)
+    nodes = tuple(
+        node.model_copy(update={"bandwidth": slow}) if i == 3 else node for i, node in enumerate(cluster.nodes)
+    )
+    unequal = cluster.model_copy(update={"nodes": nodes})
+    plans = [
+        lower(hand_made(1e-6), unequal, served((owner,) * LAYERS).strategy.model_copy(update={"cluster": ""}))
+        for owner in (0, 3)
+    ]
+    near, far = (network_seconds(plan, Costs(straight=True)) for plan in plans)
+    assert near == pytest.approx(LAYERS * BYTES / slow)
+    assert far == pytest.approx(LAYERS * 3 * BYTES / slow)
+    assert seconds_of(plans[0], Costs(straight=True)) < seconds_of(plans[1], Costs(straight=True))
+
+
+def test_what_servers_leave_of_a_link_all_reduces_take() -> None:
+    """An all-reduce takes both directions of every link, so that it can pass neither reduces nor broadcasts."""
+    cluster = ClusterSpec.homogeneous(nodes=4, bandwidth=LINK, latency=0.0)
+    shards = [Shard(synchronizer="parameter_server", placement=(0,)), Shard()]
+    configs = {f"w{i}": VariableConfig(shards=(shards[i % 2],)) for i in range(LAYERS)}
+    plan = lower(hand_made(1e-6), cluster, Strategy(variables=configs, schedule=Schedule(policy="priority")))
+    costs = Costs(straight=True)
+    least = LAYERS / 2 * (3 + 1.5) * BYTES / LINK
+    assert network_seconds(plan, costs) == pytest.approx(least)
+    assert seconds_of(plan, costs) >= least
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_expanded_servers_that_are_reached_straight_take_about_as_long_as_closed_ones(ranks: int) -> None:
+    plan = served((0,) * LAYERS, ranks)
+    fits = {(kind, ranks): CollectiveFit(1e-4, 0.0, (ranks - 1) / LINK) for kind in ("reduce", "broadcast")}
+    for costs in (Costs(straight=True), Costs(straight=True, collectives=fits)):
+        assert seconds_of(plan, costs, expand=True) == pytest.approx(seconds_of(plan, costs), rel=0.15)
 
 
 def test_costs_are_read_as_they_were_written() -> None:
-    costs = Costs(collectives={("reduce", 2): CollectiveFit(1e-4, 2e-4, 1e-9)}, company=0.75, gap_seconds=0.01)
+    costs = Costs(collectives={("reduce", 2): CollectiveFit(1e-4, 2e-4, 1e-9)}, straight=True, gap_seconds=0.01)
     written = costs.to_dict()
     assert Costs.from_dict(written) == costs
-    assert Costs.from_dict({key: value for key, value in written.items() if key != "company"}).company == 1.0
-    for wrong in (0.0, 1.5, float("nan"), "much"):
+    assert Costs.from_dict({key: value for key, value in written.items() if key != "straight"}).straight is False
+    for wrong in (1, 0.0, None, "much"):
         with pytest.raises(OffbeatError, match="costs in a file: not a costs file: ValueError"):
-            Costs.from_dict(written | {"company": wrong}, "costs in a file")
+            Costs.from_dict(written | {"straight": wrong}, "costs in a file")
 
 
 def test_a_servers_reduce_slows_computing_for_as_long_as_it_takes() -> None:
     plan = plan_of(0.5, ranks=2, synchronizer="parameter_server", placement=(0,))
     fits = {("reduce", 2): CollectiveFit(0.0, 0.0, 4e-7), ("broadcast", 2): CollectiveFit(0.0, 0.0, 0.0)}
-    taken = [seconds_of(plan, Costs(collectives=fits, company=share, interference=0.5)) for share in (1.0, 0.5)]
-    assert taken[0] > seconds_of(plan, Costs(collectives=fits))
-    assert taken[1] == pytest.approx(taken[0])
+    undisturbed, disturbed = (Costs(collectives=fits, straight=True, interference=slow) for slow in (0.0, 0.5))
+    assert seconds_of(plan, disturbed) > seconds_of(plan, undisturbed)
+    assert seconds_of(plan, disturbed) == pytest.approx(seconds_of(plan, replace(disturbed, straight=False)))

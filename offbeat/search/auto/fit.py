@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
-from offbeat.cost.tables import Collectives
-from offbeat.plan import Plan, Task
+from offbeat.plan import Plan
 from offbeat.simulate.predict import simulate
 
 NOISE = 0.03
@@ -71,14 +70,11 @@ class FittedCosts(Costs):
     call_seconds: float = 0.0
     """More for each collective."""
 
-    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        taken, hidden = super().collective(task, links, in_flight)
-        if not taken + hidden:
-            return taken, hidden
-        factor = self.factors.get("rooted" if task.kind in _ROOTED else "ring", 1.0)
+    def dearer(self, kind: str, in_flight: int) -> tuple[float, float]:
+        factor = self.factors.get("rooted" if kind in _ROOTED else "ring", 1.0)
         if in_flight > 1:
             factor *= self.factors.get("shared", 1.0)
-        return taken * factor + self.call_seconds, hidden
+        return factor, self.call_seconds
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,15 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
     watch.close()
 
 
+def trial_backend() -> str:
+    """What ranks of a trial talk through."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
 def _join(task: dict[str, Any]) -> None:
     """Joins the job, unless the script has."""
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=task["timeout_seconds"]))
+        dist.init_process_group(trial_backend(), timeout=timedelta(seconds=task["timeout_seconds"]))
 
 
 def _distribute(

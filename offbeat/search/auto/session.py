@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.search.auto.launch import LocalRanks, Machines
 from offbeat.search.auto.store import TrialStore
@@ -65,8 +66,17 @@ def tune(
             lambda strategies, best: runner.run(graph, known, strategies, best),
             replace(options or Options(), trials=trials, search=search, resume=resume),
             store=kept,
+            costs=_known_costs(cluster.world_size),
             on_progress=on_progress,
         )
+
+
+def _known_costs(ranks: int) -> Costs:
+    """What is known of the trials' collectives before the first trial: the way that servers' messages take."""
+    from offbeat.runtime.channel import goes_straight
+    from offbeat.search.auto.job import trial_backend
+
+    return Costs(straight=goes_straight(trial_backend(), ranks))
 
 
 def cluster_of(machines: Machines) -> ClusterSpec:

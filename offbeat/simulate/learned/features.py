@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from offbeat.cost.analytic import Coefficients, compute_seconds, features, message_features, sync_seconds
 from offbeat.cost.measured import Costs
-from offbeat.cost.tables import Collectives
-from offbeat.plan import Plan, Task
+from offbeat.plan import Plan
 from offbeat.plan.model import Message, Piece
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule
@@ -67,11 +66,8 @@ class _Dearer(Costs):
     factors: Mapping[str, float] = field(default_factory=dict)
     call_seconds: float = 0.0
 
-    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        taken, hidden = super().collective(task, links, in_flight)
-        if not taken + hidden:
-            return taken, hidden
-        return taken * self.factors.get(task.kind, 1.0) + self.call_seconds, hidden
+    def dearer(self, kind: str, in_flight: int) -> tuple[float, float]:
+        return self.factors.get(kind, 1.0), self.call_seconds
 
 
 @dataclass(frozen=True)
