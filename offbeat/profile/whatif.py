@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.cost.measured import SERVED, CollectiveFit, Costs
 from offbeat.cost.tables import latency_steps
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.profile.measure import Profile
 from offbeat.profile.replay_trace import Scenario, replay_trace
+from offbeat.runtime.channel import goes_straight
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Encoder, Strategy, VariableConfig, build_strategy, builders, transfer
 from offbeat.timeline import Timeline
@@ -157,12 +158,25 @@ def scaled_fit(kind: str, fit: CollectiveFit, before: int, after: int) -> Collec
 def costs_of_workers(costs: Costs, before: int, after: int) -> Costs:
     """The costs of a job of `after` ranks: the collectives of all ranks scaled, those of fewer ranks kept."""
     fits = {key: fit for key, fit in costs.collectives.items() if key[1] <= after}
+    straight = costs.straight and goes_straight("gloo", after)
     if before > 1 and after > 1:
         for (kind, participants), fit in costs.collectives.items():
             if participants == before:
-                fits.setdefault((kind, after), scaled_fit(kind, fit, before, after))
+                served = costs.straight and kind in SERVED
+                scaled = (
+                    _scaled_straight(fit, before, after, straight) if served else scaled_fit(kind, fit, before, after)
+                )
+                fits.setdefault((kind, after), scaled)
     scale = {rank: factor for rank, factor in costs.compute_scale.items() if rank < after}
-    return replace(costs, collectives=fits, compute_scale=scale)
+    return replace(costs, collectives=fits, straight=straight, compute_scale=scale)
+
+
+def _scaled_straight(fit: CollectiveFit, before: int, after: int, straight: bool) -> CollectiveFit:
+    """A root's link carries the bytes of all the others, unless there are so many that they go along a chain."""
+    one = fit.seconds_per_byte / (before - 1)
+    if straight:
+        return replace(fit, seconds_per_byte=one * (after - 1))
+    return CollectiveFit(fit.overhead_seconds * (after - 1), fit.latency_seconds * (after - 1), one)
 
 
 def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:

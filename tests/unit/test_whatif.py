@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from offbeat.cli import main
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
-from offbeat.profile.measure import Profile, load_profile
+from offbeat.plan import lower
+from offbeat.profile.measure import Profile, _with_own_servers, load_profile
 from offbeat.profile.survey import cluster_of, link_of, slowest
 from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, sent_per_byte, what_if, with_workers
+from offbeat.simulate import simulate
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
 from offbeat.timeline import Timeline
 
@@ -296,3 +299,36 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
     assert np.isfinite(spec.nodes[0].intra_bandwidth)
+
+
+def test_a_server_receives_from_as_many_as_there_are() -> None:
+    """Straight to it among up to eight ranks; beyond that along a chain, whose links each carry a message once."""
+    fit = CollectiveFit(OVERHEAD, 0.0, PER_BYTE)
+    costs = Costs(collectives={("reduce", 3): fit, ("all_reduce", 3): fit}, straight=True)
+    more = costs_of_workers(costs, 3, 5)
+    assert more.straight
+    assert more.collectives["reduce", 5] == CollectiveFit(OVERHEAD, 0.0, 2 * PER_BYTE)
+    assert more.collectives["all_reduce", 5] == scaled_fit("all_reduce", fit, 3, 5)
+    many = costs_of_workers(costs, 3, 33)
+    assert not many.straight
+    assert many.collectives["reduce", 33] == CollectiveFit(32 * OVERHEAD, 0.0, PER_BYTE / 2)
+
+
+def test_a_jobs_own_servers_correct_what_was_calibrated(tmp_path: Path) -> None:
+    """Its links are twice as slow as calibration found them, which its own reduces and broadcasts show."""
+    names = [f"{layer}.weight" for layer in range(LAYERS)]
+    folder = write_job(tmp_path, job="offbeat")
+    config = VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(0,)),))
+    strategy = Strategy(variables=dict.fromkeys(names, config))
+    profile = load_profile(folder)
+    plan = lower(profile.graph, profile.cluster, strategy)
+    fits = {(kind, 2): CollectiveFit(OVERHEAD, 0.0, PER_BYTE) for kind in ("reduce", "broadcast")}
+    calibrated = Costs(collectives=fits, straight=True)
+    slower = replace(
+        calibrated, collectives={key: replace(fit, seconds_per_byte=2 * PER_BYTE) for key, fit in fits.items()}
+    )
+    ran = simulate(plan, slower, memory=False)
+    assert ran.iteration_time > 1.5 * simulate(plan, calibrated, memory=False).iteration_time
+    found = _with_own_servers(replace(profile, timeline=ran, strategy=strategy, costs=calibrated))
+    assert found.costs.collectives["reduce", 2].seconds_per_byte == pytest.approx(2 * PER_BYTE, rel=0.05)
+    assert found.costs.collectives["broadcast", 2].overhead_seconds == OVERHEAD
