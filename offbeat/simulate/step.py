@@ -175,7 +175,7 @@ class StepBuilder:
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
         self.flights: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """Per queue and role, the ends of its parts in collectives that go straight."""
+        """Per queue and role, the ends of its parts in collectives, where directions are told apart."""
         self.in_flight = plan.strategy.schedule.in_flight
         self.collectives = Collectives(plan.cluster)
         self.two_ways = any(costs.goes_straight(exchange.task) for exchange in roles.exchanges)
@@ -285,7 +285,7 @@ class StepBuilder:
             self._send_straight(step, position, ready, gate, queue)
             return
         if self.two_ways:
-            self._send_around(step, position, ready, gate)
+            self._send_around(step, position, ready, gate, queue)
             return
         seconds, lag = self.cost[position]
         for role, queued in ready.items():
@@ -324,39 +324,42 @@ class StepBuilder:
         """The device of a role's link away from it, where the two directions are told apart."""
         return 2 * (len(self.roles.ranks) + role) + 1
 
-    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int) -> None:
+    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> None:
         """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
         the slowest link; a faster one it leaves to them for the rest of the time."""
         task = self.roles.exchanges[position].task
         seconds, lag = self.cost[position]
         slowest = self.plan.cluster.ring_bandwidth(task.ranks)
+        begun = [self._begin(step, role, gate, queue) for role in ready]
         parts = []
         for role, queued in ready.items():
             node = self.plan.cluster.node_of(self.roles.ranks[role][0])
             taken = seconds * min(1.0, slowest / self.plan.cluster.node_bandwidth(node))
-            parts.append(self._part(step, position, role, queued, taken, 2 * role + 1, [gate]))
+            parts.append(self._part(step, position, role, queued, taken, 2 * role + 1, begun))
             back = self.tasks.add(
-                role, step, None, "other way", taken, self._outgoing(role), after=[gate], priority=self.issued
+                role, step, None, "other way", taken, self._outgoing(role), after=begun, priority=self.issued
             )
             parts.append(back)
         for role in ready:
             end = self.tasks.add(role, step, None, "end", lag, after=parts)
+            self.flights[queue, role].append(end)
             self.arrivals.setdefault((step, role, task.message), []).append(end)
+
+    def _begin(self, step: int, role: int, gate: int, queue: str, seconds: float = 0.0) -> int:
+        """The task at whose end a role takes part: one of the `in_flight` before has ended for it."""
+        flights = self.flights[queue, role]
+        before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
+        return self.tasks.add(role, step, None, "begin", seconds, after=[gate, before])
 
     def _send_straight(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> None:
         """A collective to or from a root, which takes each role's link in one direction and for a time of its own.
 
-        A role takes part once one of the `in_flight` before has ended for it, and what it sends may be on its way to
-        one root while others' is still arriving at another.
+        What a role sends may be on its way to one root while others' is still arriving at another.
         """
         task = self.roles.exchanges[position].task
         root = next(role for role in ready if task.root in self.roles.ranks[role])
         price = {role: self._straight_price(task, role) for role in ready}
-        begun = {}
-        for role in ready:
-            flights = self.flights[queue, role]
-            before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
-            begun[role] = self.tasks.add(role, step, None, "begin", price[role][0], after=[gate, before])
+        begun = {role: self._begin(step, role, gate, queue, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
             incoming = (role == root) == (task.kind == "reduce")
