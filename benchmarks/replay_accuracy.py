@@ -10,8 +10,7 @@ measured time, further steps with it the profile. Then
   unaligned as `same`, from traces whose clocks were set apart by up to 50 ms and not aligned again.
 Compute is paced: it takes the time without taking the processor, as an accelerator's does. With `--real` it is real, on
 two hosts; on a machine of two cores it then shares them with the network's work, which replay does not model. Errors
-are |predicted / measured - 1|. A run or a calibration during which the machine's neighbours took processor time is
-repeated (quiet.py).
+are |predicted / measured - 1|. A run during which the machine's neighbours took processor time is repeated (quiet.py).
 """
 
 import argparse
@@ -141,26 +140,16 @@ def work(case: dict) -> None:
     import torch
     import torch.distributed as dist
 
+    from offbeat.profile.calibrate import measure_job
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    calibrate_quietly()
+    # As the job's first recorder would, before anything else is under way.
+    measure_job()
     measured = {strategy: measure(strategy, case) for strategy in case["strategies"]}
     if dist.get_rank() == 0:
         print(json.dumps(measured), flush=True)
     dist.barrier()
-
-
-def calibrate_quietly() -> None:
-    """Measures collectives, as the job's first recorder would, until neighbours leave it alone."""
-    from offbeat.profile import calibrate
-
-    found = []
-    while len(found) < ATTEMPTS // 2 and not any(share < QUIET for share, _ in found):
-        calibrate._measured.clear()
-        theft = Theft()
-        calibrate.measure_job()
-        found.append((theft.agreed_share(), dict(calibrate._measured)))
-    calibrate._measured.update(min(found, key=lambda attempt: attempt[0])[1])
 
 
 def measure(strategy: str, case: dict) -> dict:

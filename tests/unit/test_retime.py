@@ -4,9 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from offbeat.cost.measured import in_a_row
-from offbeat.profile import calibrate
+from offbeat.profile import calibrate, theft
 from offbeat.runtime.retime import MOST_SLOWED, Services
 
 LATENCY, PER_BYTE = 1e-3, 1e-8
@@ -60,3 +61,33 @@ def test_what_goes_straight_is_fitted_to_what_one_takes_alone() -> None:
     assert fitted.seconds_per_byte == pytest.approx(1e-8)
     assert (fitted.overhead_seconds, fitted.latency_seconds) == (4e-4, 0.0)
     assert calibrate.fit_alone(samples[:3]).seconds_per_byte == pytest.approx(1e-8, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stolen", "kept"), [((0.0,), 1), ((0.01,), 1), ((0.3, 0.0), 2), ((0.3, 0.1), 2), ((0.1, 0.3), 1)]
+)
+def test_a_calibration_that_neighbours_disturbed_is_made_once_more(
+    monkeypatch: pytest.MonkeyPatch, stolen: tuple[float, ...], kept: int
+) -> None:
+    """The least disturbed one counts, whatever it measured."""
+    left, attempts = list(stolen), []
+
+    class Known:
+        def __init__(self) -> None:
+            attempts.append(len(attempts) + 1)
+
+        def share(self) -> float:
+            return left.pop(0)
+
+    monkeypatch.setattr(calibrate, "Theft", Known)
+    monkeypatch.setattr(calibrate, "largest", lambda channel, share: share)
+    monkeypatch.setattr(calibrate, "measure", lambda channel, kind, device: [(attempts[-1], 0.0, 0.0)])
+    samples = calibrate._least_disturbed(None, torch.device("cpu"))  # type: ignore[arg-type] # nothing is sent
+    assert [size for size, _, _ in samples["reduce"]] == [kept]
+    assert not left
+
+
+def test_theft_is_what_the_kernel_counts_as_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter([[100, 0, 50, 800, 0, 0, 0, 10], [140, 0, 60, 820, 0, 0, 0, 40]])
+    monkeypatch.setattr(theft, "_ticks", lambda: next(counted))
+    assert theft.Theft().share() == pytest.approx(0.3)
