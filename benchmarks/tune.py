@@ -2,14 +2,15 @@
 
     python benchmarks/tune.py --json [--quick] [--model vgg ...] [--cluster mixed ...] [--trials 20] [--replayed]
 
-For each model and cluster the hand-made builders are measured first, each with several settings. Then each search gets `--trials` trials: `random` draws within the constraints, `autosync` adds the
-predefined and the recurrent model, `replay` Offbeat's replayer, `combined` the replayer at costs that trials tell. All
-start without earlier trials, and the last of the trials are second runs of each search's finalists. Recorded are the
-best so far and the hit rate (share of trials that beat the best builder's first one) after every trial, as in AutoDist's figure 9. At
-the end the three best builders and each search's winner are measured again, in turn, in the same processes; the best of
-these builders is the baseline (1x), and `speedup` the ratio of medians, which no lucky trial can have chosen. A winner
-that is the baseline's own strategy is not raced against itself: its speedup is 1. Compute is paced, gradients are real. `--steps` shortens trials, `--candidates` the
-rounds. One model on one cluster with one search takes under 6 minutes with
+For each model and cluster the hand-made builders are measured first, each with several settings. Then each search gets
+`--trials` trials: `random` draws within the constraints, `autosync` adds the predefined and the recurrent model,
+`replay` Offbeat's replayer, `combined` the replayer at costs that trials tell. All start without earlier trials, and
+the last of the trials are second runs of each search's finalists. Recorded are the best so far and the hit rate (share
+of trials that beat the best builder's first one) after every trial, as in AutoDist's figure 9. At the end the three
+best builders and each search's winner are measured again, in turn, in the same processes; the best of these builders is
+the baseline (1x), and `speedup` the ratio of medians, which no lucky trial can have chosen. A winner that is the
+baseline's own strategy is not raced against itself: its speedup is 1. Compute is paced, gradients are real. `--steps`
+shortens trials, `--candidates` the rounds. One model on one cluster with one search takes under 6 minutes with
 
     python benchmarks/tune.py --json --model vgg --cluster mixed --search combined --steps 4 12 --candidates 60
 
