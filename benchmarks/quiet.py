@@ -1,6 +1,6 @@
-"""Which of repeated measurements count: those while the machine's neighbours took least (offbeat.profile.theft)."""
+"""Which of repeated measurements count: those while the machine's neighbours took least (offbeat.theft)."""
 
-from offbeat.profile import theft
+from offbeat import theft
 
 QUIET = theft.QUIET
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from offbeat import files
 from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, Costs, in_a_row
-from offbeat.profile.theft import QUIET, Theft
 from offbeat.runtime.channel import Channel, Work, goes_straight, open_group, wait
 from offbeat.runtime.retime import largest
+from offbeat.theft import QUIET, Theft
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))

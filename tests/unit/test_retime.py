@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat import theft
 from offbeat.cost.measured import in_a_row
-from offbeat.profile import calibrate, theft
+from offbeat.profile import calibrate
 from offbeat.runtime.retime import MOST_SLOWED, Services
 
 LATENCY, PER_BYTE = 1e-3, 1e-8

@@ -32,8 +32,11 @@ from offbeat.plan import lower
 from offbeat.runtime.distribute import Runtime
 from offbeat.search.auto.launch import TASK
 from offbeat.strategy import Strategy
+from offbeat.theft import Theft
 
 LEARNING_RATE = 1e-4
+DISTURBED, MOST_BLOCKS = 0.05, 3
+"""Share of the processors that neighbours may take before steps are timed again, and how often they are at the most."""
 _PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of <linux/prctl.h>."""
 
@@ -49,6 +52,9 @@ class Stopwatch:
         self.warm_up, self.timed = int(task["warm_up"]), int(task["timed"])
         self.early, self.limit = int(task["early_steps"]), task["stop_above_seconds"]
         self.marks: list[float] = []
+        self.theft = Theft()
+        self.blocks: list[tuple[float, list[float]]] = []
+        """Of the timed steps, each as often as neighbours took processors meanwhile: what they took, and the steps."""
         self.stopped = False
         self.finish: Callable[[], None] = lambda: None
         """Completes what the last step left on the wire."""
@@ -57,23 +63,43 @@ class Stopwatch:
 
     @property
     def steps(self) -> list[float]:
-        """Seconds of the timed steps."""
-        return [after - before for before, after in zip(self.marks[:-1], self.marks[1:], strict=True)]
+        """Seconds of the timed steps, as they were when neighbours took least."""
+        return min(self.blocks)[1] if self.blocks else self._present()
 
     def after_step(self) -> None:
         if self.warm_up > 0:
             self.warm_up -= 1
             if self.warm_up:
                 return
+            self.theft = Theft()
         self.marks.append(time.perf_counter())
         done = len(self.marks) - 1
         if self.limit is not None and done == self.early and done < self.timed:
-            # Ranks must agree: one that stopped alone would leave the others waiting.
-            slowest = torch.tensor([statistics.median(self.steps)], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            self.stopped = float(slowest) > self.limit
-        if self.stopped or done >= self.timed:
-            raise _Ended
+            slowest, stolen = self._agreed()
+            self.stopped = slowest > self.limit and stolen < DISTURBED
+            if self.stopped:
+                raise _Ended
+        if done >= self.timed:
+            stolen = self._agreed()[1]
+            self.blocks.append((stolen, self._present()))
+            if stolen < DISTURBED or len(self.blocks) == MOST_BLOCKS:
+                raise _Ended
+            self.marks, self.theft = self.marks[-1:], Theft()
+
+    def _present(self) -> list[float]:
+        return [after - before for before, after in zip(self.marks[:-1], self.marks[1:], strict=True)]
+
+    def _agreed(self) -> tuple[float, float]:
+        """The slowest rank's median step and the largest share of its processors stolen meanwhile: ranks must agree,
+        since one that stopped alone would leave the others waiting."""
+        mine = statistics.median(self._present()), self.theft.share()
+        if not dist.is_initialized():
+            return mine
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        worst = torch.tensor(mine, dtype=torch.float64, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        slowest, stolen = worst.tolist()
+        return slowest, stolen
 
 
 def main() -> None:
@@ -116,9 +142,12 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
         _report(task, {"status": "refused", "error": str(error), "steps": []})
     else:
         _join(task)
-        timed = max(0, len(watch.marks) - 1)
-        said = f"the script ended after {timed} of {watch.timed} timed steps"
-        _report(task, {"status": "refused", "error": said, "steps": []})
+        if watch.blocks:
+            _report(task, {"status": "done", "steps": watch.steps})
+        else:
+            timed = max(0, len(watch.marks) - 1)
+            said = f"the script ended after {timed} of {watch.timed} timed steps"
+            _report(task, {"status": "refused", "error": said, "steps": []})
     watch.finish()
     dist.barrier()
     # What a trial leaves open would slow the next one in these processes down.
