@@ -40,7 +40,8 @@ def test_steps_are_timed_again_while_neighbours_disturb_them(
 ) -> None:
     watch = watch_of(monkeypatch, [1.0, 2.0, 3.0], stolen)
     assert len(watch.blocks) == blocks
-    assert watch.steps[-1] == kept
+    assert watch.steps == [kept] * 4
+    assert watch.later == 4 * (blocks - kept)
     assert not watch.stopped
 
 

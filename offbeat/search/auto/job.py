@@ -66,6 +66,13 @@ class Stopwatch:
         """Seconds of the timed steps, as they were when neighbours took least."""
         return min(self.blocks)[1] if self.blocks else self._present()
 
+    @property
+    def later(self) -> int:
+        """Steps that were timed after these."""
+        if not self.blocks:
+            return 0
+        return self.timed * (len(self.blocks) - 1 - self.blocks.index(min(self.blocks))) + len(self._present())
+
     def after_step(self) -> None:
         if self.warm_up > 0:
             self.warm_up -= 1
@@ -82,9 +89,12 @@ class Stopwatch:
         if done >= self.timed:
             stolen = self._agreed()[1]
             self.blocks.append((stolen, self._present()))
+            self.marks, self.theft = self.marks[-1:], Theft()
             if stolen < DISTURBED or len(self.blocks) == MOST_BLOCKS:
                 raise _Ended
-            self.marks, self.theft = self.marks[-1:], Theft()
+
+    def result(self) -> dict[str, Any]:
+        return {"status": "stopped" if self.stopped else "done", "steps": self.steps}
 
     def _present(self) -> list[float]:
         return [after - before for before, after in zip(self.marks[:-1], self.marks[1:], strict=True)]
@@ -133,17 +143,14 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
         else:
             train(task, lambda model, optimizer: _distribute(task, strategy, watch, model, optimizer))
     except _Ended:
-        if strategy is None:
-            _report(task, alone.result())
-        else:
-            _report(task, {"status": "stopped" if watch.stopped else "done", "steps": watch.steps})
+        _report(task, alone.result() if strategy is None else watch.result())
     except OffbeatError as error:
         # Every rank checks the same strategy in the same way, so all of them come here.
         _report(task, {"status": "refused", "error": str(error), "steps": []})
     else:
         _join(task)
         if watch.blocks:
-            _report(task, {"status": "done", "steps": watch.steps})
+            _report(task, alone.result() if strategy is None else watch.result())
         else:
             timed = max(0, len(watch.marks) - 1)
             said = f"the script ended after {timed} of {watch.timed} timed steps"
@@ -197,13 +204,14 @@ class _Alone:
 
     def result(self) -> dict[str, Any]:
         """The graph with measured totals; only the timed steps count, as the first ones allocate and compile."""
-        count = max(1, len(self.watch.steps))
+        last = len(self.forward) - self.watch.later
+        first = last - max(1, len(self.watch.steps))
         return {
             "status": "done",
             "steps": self.watch.steps,
             "graph": json.loads(self._graph().to_json()),
-            "forward_seconds": statistics.median(self.forward[-count:]),
-            "backward_seconds": statistics.median(self.backward[-count:]),
+            "forward_seconds": statistics.median(self.forward[first:last]),
+            "backward_seconds": statistics.median(self.backward[first:last]),
         }
 
     def _graph(self) -> ModelGraph:
