@@ -27,7 +27,7 @@ browser:
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
 	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit tests/distributed tests/browser
-	$(BIN)/python -m pytest -q -m 'not slow and not timing' tests/distributed tests/browser tests/gpu
+	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/distributed tests/browser tests/gpu
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
