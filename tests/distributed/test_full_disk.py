@@ -144,6 +144,8 @@ def unwritable(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None
     """A folder that may be read only, also by root's tests."""
     place = tmp_path_factory.mktemp("read_only", numbered=True)
     user = os.geteuid()
+    # Modules are loaded while everything may be read.
+    assert offbeat.Recorder
     for folder in (place, *place.parents):
         if any(part.startswith("pytest-of-") for part in folder.parts):
             folder.chmod(0o755)
