@@ -149,7 +149,7 @@ SECTIONS = (
     Section(
         "tune",
         "Tuning",
-        "Search with real trials on unequal emulated hosts; the winner and the best hand-made builder are measured "
+        "Search with real trials on emulated hosts; the winner and the best hand-made builders are measured "
         "again in turn.",
         tune,
         "python benchmarks/tune.py --json",
