@@ -144,7 +144,8 @@ def make_profile(
         job=traces[0].job,
         notes=tuple(said),
     )
-    return _with_own_servers(profile)
+    calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
+    return _with_own_servers(profile) if calibrated and _has_servers(steady) else profile
 
 
 def _steady(trace: RankTrace) -> tuple[Step, ...]:
@@ -351,17 +352,20 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
     return fits
 
 
+def _has_servers(traces: list[RankTrace]) -> bool:
+    return any(row.kind in SERVED for row in traces[0].steps[-1].communication)
+
+
 def _with_own_servers(profile: Profile) -> Profile:
     """The profile with reduces and broadcasts that, replayed, keep the network busy as long as the job's own did."""
     costs = profile.costs
-    mine = [row for row in profile.costs.collectives if row[0] in SERVED]
     plan = lower(profile.graph, profile.cluster, profile.strategy)
-    if not (mine and any(costs.goes_straight(task) for task in plan.communication)):
+    expected = _busy_seconds(simulate(plan, costs, memory=False), min)
+    if not expected:
         return profile
-    factor = _busy_seconds(profile.timeline, max) / _busy_seconds(simulate(plan, costs, memory=False), min)
-    factor = min(max(factor, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    factor = min(max(_busy_seconds(profile.timeline, max) / expected, 1 / MOST_CORRECTED), MOST_CORRECTED)
     fits = {
-        key: replace(fit, seconds_per_byte=fit.seconds_per_byte * factor) if key in mine else fit
+        key: replace(fit, seconds_per_byte=fit.seconds_per_byte * factor) if key[0] in SERVED else fit
         for key, fit in costs.collectives.items()
     }
     return replace(profile, costs=replace(costs, collectives=fits))

@@ -63,7 +63,7 @@ def simulate(
     roles = find_roles(plan, costs.compute_scale, fold)
     built = build_steps(plan, costs, roles, steps)
     device, count = np.array(built.tasks.device), len(roles.ranks)
-    # Behind the roles' own pairs come the devices of servers' channels, which are parts of their links.
+    # Behind the roles' own pairs come the links away from them, where directions are told apart.
     device = np.where(device >= 2 * count, 2 * (device // 2 % count) + 1, device)
     result = _replay_with_interference(built.tasks.graph, device, costs.interference)
     return _timeline(plan, roles, built, Moments(result.start, result.end, result.critical_path()), steps, memory)

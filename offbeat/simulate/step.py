@@ -1,11 +1,11 @@
 """Plan + Costs → the tasks of some consecutive steps, as the runtime would run them.
 
 Each role has one queue for compute and one for its link, or two where messages to and from servers take its directions
-for different times. Compute is the plan's segments in order. A message goes out
-when the segment that completes its last gradient has ended and everything before it in the issue order has been
-issued; all participants must have come that far. In deferred mode the segment that first reads a variable waits for it
-and applies its update; in barrier mode the end of the step waits for everything. Owners' updates and returning
-parameters run in `step()`, in the plan's order, as in `offbeat.runtime.engine`.
+for different times. Compute is the plan's segments in order. A message goes out when the segment that completes its
+last gradient has ended and everything before it in the issue order has been issued; all participants must have come
+that far. In deferred mode the segment that first reads a variable waits for it and applies its update; in barrier mode
+the end of the step waits for everything. Owners' updates and returning parameters run in `step()`, in the plan's order,
+as in `offbeat.runtime.engine`.
 """
 
 from collections import defaultdict
@@ -366,15 +366,14 @@ class StepBuilder:
             device = 2 * role + 1 if incoming else self._outgoing(role)
             parts[role] = self._part(step, position, role, queued, price[role][1], device, [begun[role], begun[root]])
         for role in ready:
-            # All share the root's link, so that whoever receives from it has everything when the last one has.
-            needed = (
-                parts.values()
-                if role == root
-                else [parts[role]]
-                if task.kind == "reduce"
-                else [parts[role], parts[root]]
-            )
-            end = self.tasks.add(role, step, None, "end", after=list(needed))
+            if role == root:
+                needed = list(parts.values())
+            elif task.kind == "reduce":
+                needed = [parts[role]]
+            else:
+                # All share the root's link: whoever receives from it has everything when the last one has.
+                needed = [parts[role], parts[root]]
+            end = self.tasks.add(role, step, None, "end", after=needed)
             self.flights[queue, role].append(end)
             self.arrivals.setdefault((step, role, task.message), []).append(end)
 

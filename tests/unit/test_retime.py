@@ -92,3 +92,9 @@ def test_theft_is_what_the_kernel_counts_as_stolen(monkeypatch: pytest.MonkeyPat
     counted = iter([[100, 0, 50, 800, 0, 0, 0, 10], [140, 0, 60, 820, 0, 0, 0, 40]])
     monkeypatch.setattr(theft, "_ticks", lambda: next(counted))
     assert theft.Theft().share() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu  1 2 3\nintr 5", "cpu  no numbers at all"])
+def test_where_the_kernel_does_not_say_nothing_is_stolen(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(theft.Path, "read_text", lambda path: text)
+    assert theft.Theft().share() == 0.0
