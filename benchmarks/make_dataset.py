@@ -56,7 +56,9 @@ CLUSTERS = {
     "mixed": (("500Mbit/s", "500Mbit/s", "1Gbit/s", "1Gbit/s"), 1),
     "2x400M": (("400Mbit/s",) * 2, 1),
     "2x2": (("600Mbit/s",) * 2, 2),
+    "4x700M": (("700Mbit/s",) * 4, 1),
 }
+CLUSTERS_IN_DATASET = ("4x1G", "mixed", "2x400M", "2x2")
 EMULATED_LATENCY_SECONDS = 160e-6
 
 
@@ -296,7 +298,7 @@ def main() -> None:
 
     with TrialStore(options.store) as store:
         for model in options.model or IN_DATASET if options.points else ():
-            for cluster in options.cluster or CLUSTERS:
+            for cluster in options.cluster or CLUSTERS_IN_DATASET:
                 fill_domain(store, model, cluster, options.points, options.seed)
                 print(f"{model} on {cluster}: {options.points} replayed points", file=sys.stderr, flush=True)
         if options.real:

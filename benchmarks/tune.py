@@ -166,7 +166,7 @@ def search(graph, cluster, run, guide: str, baseline_seconds: float | None, opti
 def search_in(store, name: str, graph, cluster, run, options, **more):
     """A search of that name; its guide is what stands before a blank in it."""
     from offbeat.cost.measured import Costs
-    from offbeat.runtime.channel import goes_straight
+    from offbeat.runtime.channel import known_costs
     from offbeat.search.auto.tune import Options, tune
     from offbeat.simulate.learned.samples import Schedule
 
@@ -182,8 +182,8 @@ def search_in(store, name: str, graph, cluster, run, options, **more):
         schedule=Schedule(epochs=20) if options.quick else Schedule(),
         **more,
     )
-    # Real trials use gloo, whose servers' messages go straight; the sites of replayed ones are told by nobody.
-    costs = Costs(straight=goes_straight("gloo", cluster.world_size) and not options.replayed)
+    # Real trials use gloo; of the sites of replayed ones nobody is told.
+    costs = Costs() if options.replayed else known_costs("gloo", cluster.world_size)
     return tune(graph, cluster, run, settings, store=store, costs=costs, on_progress=lambda state: show(name, state))
 
 

@@ -51,6 +51,9 @@ class Costs:
     straight: bool = False
     """Reduces go straight to their root and broadcasts straight from it: its link carries the bytes of all the others,
     in one direction, and each other's link only its own. Else all links carry the same, as in a chain."""
+    portions: bool = False
+    """A message's update is applied slice by slice, as slices arrive, where its variables and the optimizer allow it.
+    Else it is applied at once when the last one is there."""
     interference: float = 0.0
     """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
@@ -134,6 +137,7 @@ class Costs:
             "update_seconds_per_byte": self.update_seconds_per_byte,
             "gap_seconds": self.gap_seconds,
             "straight": self.straight,
+            "portions": self.portions,
             "interference": self.interference,
             "compute_scale": {str(rank): scale for rank, scale in self.compute_scale.items()},
         }
@@ -155,6 +159,7 @@ class Costs:
                 update_seconds_per_byte=None if per_byte is None else float(per_byte),
                 gap_seconds=float(raw["gap_seconds"]),
                 straight=_truth(raw.get("straight", False)),
+                portions=_truth(raw.get("portions", False)),
                 interference=float(raw["interference"]),
                 compute_scale={int(rank): float(scale) for rank, scale in raw["compute_scale"].items()},
             )

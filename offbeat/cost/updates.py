@@ -1,6 +1,9 @@
-"""Plan → seconds of the updates: what the optimizer spends on each variable and on each message."""
+"""Plan → its updates: what the optimizer spends on each variable and on each message, and which come in portions."""
 
-from offbeat.plan import Plan
+from collections import defaultdict
+
+from offbeat.graph.model import ELEMENTWISE
+from offbeat.plan import Plan, Task
 
 
 def variable_updates(plan: Plan) -> dict[str, float]:
@@ -30,3 +33,25 @@ def message_updates(plan: Plan) -> dict[int, float]:
         )
         for message in plan.messages
     }
+
+
+def portions(plan: Plan) -> dict[int, tuple[Task, ...]]:
+    """Messages whose update can be applied slice by slice, and their slices in issue order."""
+    slices: dict[int, list[Task]] = defaultdict(list)
+    if plan.mode == "barrier" or plan.graph.optimizer not in ELEMENTWISE:
+        return {}
+    for task in plan.tasks:
+        if task.stage == 0 and plan.messages[task.message].synchronizer == "all_reduce":
+            slices[task.message].append(task)
+    many = {index: tuple(tasks) for index, tasks in slices.items() if len(tasks) > 1}
+    return {index: tasks for index, tasks in many.items() if _applied_in_order(plan, index, tasks)}
+
+
+def _applied_in_order(plan: Plan, index: int, tasks: tuple[Task, ...]) -> bool:
+    """Whether a message carries whole variables as they are, and its slices begin where the last has ended."""
+    message = plan.messages[index]
+    if message.staleness or message.asynchronous or message.encoder.name != "none":
+        return False
+    if any(piece.shape != plan.graph.variable(piece.variable).shape for piece in message.pieces):
+        return False
+    return [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]

@@ -18,6 +18,8 @@ from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.units import quote
 
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
+"""torch.optim classes that treat every element alone, so that pieces of a variable can be updated separately."""
 Phase = Literal["forward", "backward", "optimizer"]
 
 ITEM_BYTES = {

@@ -9,6 +9,7 @@ are measured alone: how they share links follows from who their roots are (`offb
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import cycle, islice
 from os import PathLike
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from offbeat import files
 from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, Costs, in_a_row
-from offbeat.runtime.channel import Channel, Work, goes_straight, open_group, wait
+from offbeat.runtime.channel import Channel, Work, known_costs, open_group, wait
 from offbeat.runtime.retime import largest
 from offbeat.theft import QUIET, Theft
 
@@ -50,12 +51,12 @@ _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 def calibrate_job(folder: str | PathLike[str]) -> Costs:
     """What each collective of the running job costs; rank 0 writes `calibration.json`. Every rank must call it."""
     samples, ranks = measure_job(), dist.get_world_size()
-    straight = goes_straight(dist.get_backend(), ranks)
+    known = known_costs(dist.get_backend(), ranks)
     fits = {
-        (kind, ranks): fit_alone(found) if straight and kind in SERVED else fit(found)
+        (kind, ranks): fit_alone(found) if known.straight and kind in SERVED else fit(found)
         for kind, found in samples.items()
     }
-    costs = Costs(collectives=fits, straight=straight)
+    costs = replace(known, collectives=fits)
     if dist.get_rank() == 0:
         content = orjson.dumps({"costs": costs.to_dict(), "samples": samples}, option=orjson.OPT_INDENT_2)
         files.write_atomic(Path(folder) / "calibration.json", content, "calibration")

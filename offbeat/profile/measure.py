@@ -33,7 +33,7 @@ from offbeat.profile.traces import (
     read_traces,
     to_timeline,
 )
-from offbeat.runtime.channel import goes_straight
+from offbeat.runtime.channel import known_costs
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import KINDS, Timeline
@@ -84,8 +84,8 @@ def profile_in_place(
     """
     traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
-    straight = goes_straight(traces[0].backend, world)
-    profile = make_profile(traces, Costs(collectives=fits, straight=straight), strategy)
+    costs = replace(known_costs(traces[0].backend, world), collectives=fits)
+    profile = make_profile(traces, costs, strategy)
     return replace(profile, graph=with_variables_of(profile.graph, graph))
 
 

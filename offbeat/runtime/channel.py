@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from offbeat.cost.measured import Costs
 from offbeat.plan import Plan
 
 GLOO_SEGMENT_BYTES = 2**20
@@ -65,6 +66,12 @@ def report_end(work: Work, report: Callable[[float], None]) -> None:
 def goes_straight(backend: str, ranks: int) -> bool:
     """Whether reduces and broadcasts among so many ranks use no link but the root's and each other's own."""
     return backend == "gloo" and ranks in STRAIGHT_RANKS
+
+
+def known_costs(backend: str, ranks: int) -> Costs:
+    """What is known of a job's costs before anything is measured: the ways that its messages and updates take."""
+    # Gloo's jobs compute on processors.
+    return Costs(straight=goes_straight(backend, ranks), portions=backend == "gloo")
 
 
 class Channel:

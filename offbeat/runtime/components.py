@@ -1,5 +1,6 @@
 """Parcels of a plan → components: what is waited for and applied at once."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -7,6 +8,7 @@ from torch.optim import Optimizer
 
 from offbeat.plan import Plan
 from offbeat.runtime.parcels import Parcel, box_slices
+from offbeat.runtime.portions import Portions
 from offbeat.runtime.row_parcels import SparseParcel
 from offbeat.runtime.updates import Unit, UnitOptimizer, group_of
 
@@ -18,6 +20,8 @@ class Component:
         self.parcels = parcels
         self.optimizer: UnitOptimizer | None = None
         """Applies what every replica applies; None if it holds nothing of the kind."""
+        self.portions: Portions | None = None
+        """Applies the same slice by slice, where it has several and that can be done."""
         self.settled = True
         self.stale = any(parcel.message.staleness for parcel in parcels)
 
@@ -30,10 +34,14 @@ def make_components(
 ) -> list[Component]:
     """Groups parcels that share a variable, so that a variable is updated once, when all its shards are there."""
     components = [Component([parcels[index] for index in indices]) for indices in plan.components]
+    slices = Counter(task.message for task in plan.tasks if task.stage == 0)
     for component in components:
         units = _replicated_units(component, optimizer)
         if units:
             component.optimizer = UnitOptimizer(optimizer, optimizer_class, units)
+            parcel, *others = component.parcels
+            if not others and slices[parcel.message.index] > 1 and Portions.fit(parcel, component.optimizer):
+                component.portions = Portions(parcel, component.optimizer)
     return components
 
 

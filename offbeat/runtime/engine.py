@@ -486,6 +486,36 @@ class Engine:
             return
         component.settled = True
         self.unsettled -= 1
+        if not self._apply_in_portions(component):
+            self._apply_at_once(component)
+        for parameter in component.parameters():
+            zeroing = self.zeroing.get(id(parameter))
+            if zeroing is not None:
+                _forget(parameter, set_to_none=zeroing == "none")
+
+    def _apply_in_portions(self, component: Component) -> bool:
+        """Applies each slice as it arrives; False, and nothing done, where that cannot be."""
+        portions = component.portions
+        if portions is None or not portions.parcel.loaded or self.dropped:
+            return False
+        parcel = portions.parcel
+        tasks = [self.plan.task_at[index] for index in parcel.works]
+        ends = [task.stop for task in tasks]
+        if [task.start for task in tasks] != [0, *ends[:-1]] or not portions.possible():
+            return False
+        with self._observed("wait", component):
+            unused = frozenset(id(self.parameters[name]) for name in self._unused())
+        for task in tasks:
+            with self._observed("wait", component), explain(self.plan, parcel, task):
+                parcel.wait(task.index)
+            with self._observed("update", component):
+                portions.apply(task.stop, unused)
+        portions.end()
+        parcel.unload()
+        portions.optimizer.take_gradients({}, unused)
+        return True
+
+    def _apply_at_once(self, component: Component) -> None:
         with self._observed("wait", component):
             for parcel in component.parcels:
                 if not parcel.replicated:
@@ -497,10 +527,6 @@ class Engine:
             sparse = (p for p in component.parcels if isinstance(p, SparseParcel) and p.replicated)
             with self._observed("update", component):
                 self._apply(component.optimizer, {id(p.unit): p.unit_gradient() for p in sparse if p.unit is not None})
-        for parameter in component.parameters():
-            zeroing = self.zeroing.get(id(parameter))
-            if zeroing is not None:
-                _forget(parameter, set_to_none=zeroing == "none")
 
     def settle_all(self) -> None:
         """Waits for everything outstanding, so that parameters are up to date."""

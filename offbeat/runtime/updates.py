@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from offbeat.graph.model import ELEMENTWISE
 from offbeat.runtime.guard import set_gradient
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
-"""torch.optim classes that treat every element alone, so that pieces of a variable can be updated separately."""
 PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
 """torch.optim classes that treat every variable alone, so that variables can be updated one after another."""
 

@@ -83,7 +83,7 @@ def bound(chain: Chain, barrier: bool) -> float:
     if barrier:
         arrived = lower_bound(chain.ready, busy, still, 0.0) + overhead
         return max(compute, arrived + compute - chain.backward) + chain.update_call
-    return max(compute, lower_bound(chain.ready, busy, chain.tail, 0.0) + overhead) + chain.update_call
+    return max(compute, lower_bound(chain.ready, busy, chain.least_tail, 0.0) + overhead) + chain.update_call
 
 
 def _cost(chain: Chain, state: State) -> float:

@@ -10,7 +10,7 @@ backward to backward is the steady state.
 With `coarsen`, the variables of one module are one unit (dPRO's Coarsened View, figure 6).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from offbeat.cost.measured import Costs
 from offbeat.cost.tables import Collectives
 from offbeat.cost.updates import variable_updates
-from offbeat.graph.model import ITEM_BYTES, Variable
+from offbeat.graph.model import ELEMENTWISE, ITEM_BYTES, Variable
 from offbeat.plan import Piece, Plan, Task
 from offbeat.plan.compress import encoded_bytes, sparse_bytes
 from offbeat.search.chain_kernel import Arrays, serve_chain
@@ -68,6 +68,8 @@ class Chain:
     forced: Flags
     """Units that cannot share a message with the one before."""
     sliceable: Flags
+    portions: Flags
+    """Whether its update is applied slice by slice, as slices arrive."""
     forward_order: Integers
     """Units in the order in which forward waits for them."""
     before: Floats
@@ -95,6 +97,12 @@ class Chain:
     def arrays(self) -> Arrays:
         """What the kernels take."""
         return Arrays(*(getattr(self, name) for name in Arrays._fields))
+
+    @cached_property
+    def least_tail(self) -> Floats:
+        """As `tail`, without the updates that may be nearly over when a unit has arrived."""
+        update = np.where(self.portions, 0.0, self.update)
+        return _tails(self.forward_order, self.before, update, self.after)
 
     def state(self, *, fused: bool = False, barrier: bool = False) -> State:
         """Every unit alone (or all that can be, together), uncut, most urgent for the next forward first."""
@@ -169,6 +177,38 @@ class Chain:
         ordered = {name: configs[name] for name in dict.fromkeys((*listed, *configs))}
         return base.model_copy(update={"variables": {**base.variables, **ordered}, "schedule": schedule})
 
+    def with_short_ends(
+        self, groups: Sequence[tuple[int, ...]], order: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """The last slice of each group that is updated in portions, cut so that little is left to update at its end."""
+        last = {group: place for place, (group, _, _) in enumerate(order)}
+        result: list[tuple[int, int, int]] = []
+        for place, (group, start, stop) in enumerate(order):
+            if self.portions[groups[group][0]] and last[group] == place:
+                result += [(group, *part) for part in self._short_ends(list(groups[group]), start, stop)]
+            else:
+                result.append((group, start, stop))
+        return result
+
+    def _short_ends(self, units: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+        """A slice cut so that the update of what came before is over when the end arrives.
+
+        And the end likewise, as long as a cut hides at least twice what it costs.
+        """
+        elements = float(self.elements[units].sum())
+        update = float(self.update[units].sum()) / elements
+        sent = float((self.wire * self.per_byte)[units].sum()) / elements
+        price = float(self.overhead[units[0]]) + self.update_call
+        parts: list[tuple[int, int]] = []
+        begin = start
+        while sent > 0:
+            cut = stop - int((stop - begin) * update / (update + sent))
+            if cut == stop or (cut - begin) * update < 2 * price:
+                break
+            parts.append((begin, cut))
+            begin = cut
+        return [*parts, (begin, stop)]
+
 
 def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: float = 0.0) -> Chain | None:
     """The chain of a plan in which every variable travels whole and every replica applies its update; else None.
@@ -198,6 +238,7 @@ def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: f
     prices = np.array([price[shard] for shard in shards])
     updates = _updates(plan, costs)
     update = np.array([sum(updates[name] for name in names) for names in units])
+    in_portions = costs.portions and plan.graph.optimizer in ELEMENTWISE
     before = np.diff(at, prepend=0.0)
     after = float(edges[-1] - at[-1])
     return Chain(
@@ -217,6 +258,7 @@ def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: f
         per_byte=np.ascontiguousarray(prices[:, 2]),
         forced=_forced(plan, units, shards),
         sliceable=np.array([s.synchronizer == "all_reduce" and s.encoder.sliceable for s in shards], np.bool_),
+        portions=np.array([in_portions and _plain(shard) for shard in shards], np.bool_),
         forward_order=order,
         before=before,
         after=after,
@@ -225,6 +267,11 @@ def chain_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_seconds: f
         gap=arrays.gap,
         update_call=costs.update(0, 0.0),
     )
+
+
+def _plain(shard: Shard) -> bool:
+    """Whether its gradient travels as it is and every replica applies it as it comes."""
+    return shard.synchronizer == "all_reduce" and shard.encoder.name == "none" and not shard.staleness
 
 
 def _travels_in_parts(config: VariableConfig) -> bool:

@@ -25,6 +25,7 @@ class Arrays(NamedTuple):
     backward: float
     gap: float
     update_call: float
+    portions: Any
 
 
 class _Groups(NamedTuple):
@@ -44,8 +45,8 @@ class _Groups(NamedTuple):
 def serve_chain(units: Any, borders: Any, parts: Any, urgency: Any, barrier: bool) -> Any:
     """Step seconds, slices (group, start, stop), their number, arrival of each group."""
     groups = _grouped(units, borders, parts, urgency)
-    slices, made, arrival = _serve_link(units, groups)
-    return _finish(units, groups, arrival, barrier), slices, made, arrival
+    slices, made, arrival, ends = _serve_link(units, groups)
+    return _finish(units, groups, slices, made, arrival, ends, barrier), slices, made, arrival
 
 
 @njit(cache=True)
@@ -76,9 +77,10 @@ def _grouped(units: Any, borders: Any, parts: Any, urgency: Any) -> Any:
 
 @njit(cache=True)
 def _serve_link(units: Any, groups: Any) -> Any:
-    """Slices, their number, and when each group's last one has arrived."""
+    """Slices, their number, when each group's last one has arrived, and when each has."""
     count = len(groups.first)
     slices = np.empty((groups.parts.sum(), 3), np.int64)
+    ends = np.empty(len(slices))
     made = 0
     arrival = np.zeros(count)
     sent = np.zeros(count, np.int64)
@@ -113,8 +115,9 @@ def _serve_link(units: Any, groups: Any) -> Any:
         slices[made, 0] = group
         slices[made, 1] = begin
         slices[made, 2] = stop
+        ends[made] = now + units.lag[head]
         made += 1
-    return slices, made, arrival
+    return slices, made, arrival, ends
 
 
 @njit(cache=True)
@@ -133,7 +136,7 @@ def _admit(waiting: Any, size: int, arrived: int, by_ready: Any, groups: Any, no
 
 
 @njit(cache=True)
-def _finish(units: Any, groups: Any, arrival: Any, barrier: bool) -> float:
+def _finish(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends: Any, barrier: bool) -> float:
     """Seconds from the start of backward to the end of the next forward."""
     clock = units.backward
     if barrier:
@@ -141,14 +144,31 @@ def _finish(units: Any, groups: Any, arrival: Any, barrier: bool) -> float:
             clock = max(clock, arrival[group])
         return clock + units.update_call + units.gap + units.after + units.before.sum() + units.update.sum()
     clock += units.gap
+    update, applied = _updates(units, groups, slices, made, arrival, ends)
     settled = np.zeros(len(arrival), np.bool_)
     for place in range(len(units.forward_order)):
         clock += units.before[place]
         group = groups.group_of[units.forward_order[place]]
         if not settled[group]:
             settled[group] = True
-            clock = max(clock, arrival[group]) + units.update_call + groups.update[group]
+            clock = max(clock + update[group], applied[group])
     return clock + units.after
+
+
+@njit(cache=True)
+def _updates(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends: Any) -> Any:
+    """Seconds of each group's update, and when it is done if nothing but the link holds it up."""
+    update = units.update_call + groups.update
+    applied = arrival + update
+    for group in range(len(arrival)):
+        if units.portions[groups.first[group]]:
+            update[group], applied[group] = 0.0, 0.0
+    for position in range(made - 1, -1, -1):
+        group, length = slices[position, 0], slices[position, 2] - slices[position, 1]
+        if units.portions[groups.first[group]]:
+            update[group] += units.update_call + groups.update[group] * length / groups.elements[group]
+            applied[group] = max(applied[group], ends[position] + update[group])
+    return update, applied
 
 
 @njit(cache=True)

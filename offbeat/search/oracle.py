@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
-from offbeat.cost.updates import message_updates
+from offbeat.cost.updates import message_updates, portions
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.search.pace_link import Floats
@@ -38,13 +38,14 @@ class StepArrays:
     backward: Floats
     """Everything after the first micro-batch's forward: backward, recomputation, further micro-batches."""
     settle_position: NDArray[np.int64]
-    """Forward segment before which a component is waited for and updated, in order."""
-    settle_component: NDArray[np.int64]
+    """Forward segment before which a part is waited for and updated, in order."""
+    settle_part: NDArray[np.int64]
     update: Floats
-    """Of each component: messages that hold parts of the same variables."""
+    """Of each part: messages that hold pieces of the same variables, or a slice of one that is applied in portions."""
     ready: NDArray[np.int64]
     """Of each task in issue order: the segment of `backward` that completes its last gradient."""
-    component: NDArray[np.int64]
+    part: NDArray[np.int64]
+    """Of each task: the part that it brings."""
     occupied: Floats
     lag: Floats
     gap: float
@@ -91,10 +92,10 @@ class _Step(NamedTuple):
     forward: Any
     backward: Any
     settle_position: Any
-    settle_component: Any
+    settle_part: Any
     update: Any
     ready: Any
-    component: Any
+    part: Any
     occupied: Any
     lag: Any
     gap: float
@@ -135,7 +136,7 @@ def _replay(step: Any, steps: int, extra: Any) -> Any:
             link_start[turn, task] = max(issued, free)
             free = link_start[turn, task] + step.occupied[task]
             link_end[turn, task] = free
-            part = step.component[task]
+            part = step.part[task]
             arrival[part] = max(arrival[part], free + step.lag[task])
         for role in range(roles if step.barrier else 0):
             now = clock[role]
@@ -160,7 +161,7 @@ def _forward(step: Any, role: int, now: float, arrival: Any, waits: bool, extra:
     settle = 0
     for position in range(length):
         while waits and settle < len(step.settle_position) and step.settle_position[settle] == position:
-            part = step.settle_component[settle]
+            part = step.settle_part[settle]
             now = max(now, arrival[part])
             if not begun:
                 begin = now
@@ -194,15 +195,16 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     price = exchange_costs(plan, costs, heads)
     message_ready = [max((done_at[name] for name in m.variables), default=0) for m in plan.messages]
     settles = _settles(plan, ahead, component_of)
+    parts = _Parts(plan, costs)
     size = sum(m.bytes for m in plan.messages)
     return StepArrays(
         forward=np.ascontiguousarray(seconds[:, ahead]),
         backward=np.ascontiguousarray(seconds[:, behind]),
-        settle_position=np.array([position for position, _ in settles], np.int64),
-        settle_component=np.array([number for _, number in settles], np.int64),
-        update=np.array([_update_seconds(plan, costs, estimates, part) for part in components], np.float64),
+        settle_position=np.array([at for at, number in settles for _ in parts.places[number]], np.int64),
+        settle_part=np.array([part for _, number in settles for part in parts.places[number]], np.int64),
+        update=np.array([_update_seconds(plan, costs, estimates, *part) for part in parts.shares], np.float64),
         ready=np.array([message_ready[e.task.message] for e in heads], np.int64),
-        component=np.array([component_of[e.task.message] for e in heads], np.int64),
+        part=np.array(parts.brought_by([component_of[e.task.message] for e in heads]), np.int64),
         occupied=np.array([cost[0] for cost in price], np.float64),
         lag=np.array([cost[1] for cost in price], np.float64),
         gap=max(0.0, costs.gap_seconds),
@@ -213,9 +215,32 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     )
 
 
-def _update_seconds(plan: Plan, costs: Costs, estimates: dict[int, float], part: tuple[int, ...]) -> float:
-    size = sum(plan.messages[index].bytes for index in part)
-    return costs.update(size, sum(estimates[index] for index in part))
+class _Parts:
+    """What is waited for and updated at once: components, or the slices of those that are applied in portions."""
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        cut = portions(plan) if costs.portions else {}
+        self.shares: list[tuple[tuple[int, ...], float]] = []
+        """Of each part: the messages of its component, and how much of them it is."""
+        self.places: list[range] = []
+        """Of each component: its parts, in issue order."""
+        for component in plan.components:
+            elements = plan.messages[component[0]].elements
+            mine = [(task.stop - task.start) / elements for task in cut.get(component[0], ())] or [1.0]
+            self.places.append(range(len(self.shares), len(self.shares) + len(mine)))
+            self.shares += [(component, share) for share in mine]
+
+    def brought_by(self, components: list[int]) -> list[int]:
+        """The part that each task brings, of tasks in issue order given by their components."""
+        left = [list(reversed(places)) for places in self.places]
+        return [left[number].pop() if len(left[number]) > 1 else left[number][0] for number in components]
+
+
+def _update_seconds(
+    plan: Plan, costs: Costs, estimates: dict[int, float], component: tuple[int, ...], share: float
+) -> float:
+    size = sum(plan.messages[index].bytes for index in component)
+    return costs.update(size * share, sum(estimates[index] for index in component) * share)
 
 
 def _settles(plan: Plan, ahead: list[int], component_of: dict[int, int]) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ def pace_schedule(
     # Jobs without seconds have no slice; they go when they are ready, in order.
     carried = {job for job, _ in pieces}
     pieces += [(job, 1.0) for job in np.argsort(ready, kind="stable").tolist() if job not in carried]
-    return groups, _element_ranges(chain, groups, pieces)
+    return groups, chain.with_short_ends(groups, _element_ranges(chain, groups, pieces))
 
 
 def _fused(chain: Chain) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs, in_a_row
 from offbeat.cost.tables import Collectives
-from offbeat.cost.updates import message_updates
+from offbeat.cost.updates import message_updates, portions
 from offbeat.plan import Plan, Task
 from offbeat.simulate.roles import Exchange, Roles
 from offbeat.simulate.taskgraph import TaskGraph
@@ -164,6 +164,7 @@ class StepBuilder:
         self.components = plan.components
         self.readers = self._readers()
         self.updates = message_updates(plan)
+        self.portions = portions(plan) if costs.portions else {}
         self.heads = [i for i, e in enumerate(roles.exchanges) if e.task.stage == 0 and e.task.kind != "update"]
         self.tails = [
             i
@@ -245,10 +246,21 @@ class StepBuilder:
         arrived = [t for index in component for t in self.arrivals.get((sent - stale, role, index), ())]
         if not arrived:
             return
+        if component[0] in self.portions:
+            self._settle_portions(role, step, component[0], arrived)
+            return
         mine = [index for index in component if self.plan.messages[index].replicated]
         size = sum(self.plan.messages[index].bytes for index in mine)
         seconds = self.costs.update(size, sum(self.updates[index] for index in mine)) if mine else 0.0
         self._compute(role, step, "update" if mine else None, f"update m{component[0]}", seconds, arrived)
+
+    def _settle_portions(self, role: int, step: int, index: int, arrived: list[int]) -> None:
+        """Applies a message's slices as they arrive, one after the other."""
+        message = self.plan.messages[index]
+        for part, task in zip(arrived, self.portions[index], strict=True):
+            share = (task.stop - task.start) / message.elements
+            seconds = self.costs.update(message.bytes * share, self.updates[index] * share)
+            self._compute(role, step, "update", f"update m{index}", seconds, [part])
 
     def _backward(self, role: int, step: int) -> dict[str, int]:
         """The task that completes each variable's gradient."""

@@ -69,7 +69,7 @@ def exhaustive(graph: ModelGraph, costs: Costs, parts: tuple[int, ...] = (1, 2, 
             step = replace(
                 arrays,
                 ready=arrays.ready[jobs[issued]],
-                component=arrays.component[jobs[issued]],
+                part=arrays.part[jobs[issued]],
                 occupied=np.array(occupied)[issued],
                 lag=arrays.lag[jobs[issued]],
             )
@@ -87,6 +87,7 @@ def costs_of(draw):
         gap_seconds=draw(st.sampled_from((0.0, 2e-3))),
         interference=draw(st.sampled_from((0.0, 0.0, 0.3))),
         compute_scale=draw(st.sampled_from(({}, {1: 2.0}))),
+        portions=draw(st.booleans()),
     )
 
 
@@ -127,6 +128,7 @@ def test_oracle_leaves_servers_to_replay():
 @given(st.integers(0, 10**6), st.data())
 def test_chain_predicts_what_its_strategy_takes(seed, data):
     graph, costs = random_case(seed, layers=6)
+    costs = replace(costs, portions=data.draw(st.booleans()))
     chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
     flags = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
     parts = data.draw(st.lists(st.integers(1, 5), min_size=6, max_size=6))
@@ -227,6 +229,22 @@ def test_pace_strategy_takes_what_pace_predicts():
         assert oracle.seconds(strategy) == pytest.approx(makespan, rel=1e-3)
         for name in ("wfbp", "horovod", "tictac", "overlap"):
             assert oracle.seconds(strategy) <= oracle.seconds(build_strategy(name, graph, CLUSTER)) * (1 + 1e-9)
+
+
+def test_pace_cuts_the_end_off_a_long_slice_where_updates_come_in_portions():
+    """The network has nothing to carry while the last variable is updated, unless all but its end is updated before."""
+    graph = make_graph([Layer((Weight(f"layers.{i}.weight", (rows, 256)),)) for i, rows in enumerate((10, 10, 4000))])
+    names = [op.name for op in graph.operators]
+    updates = {op.name: 2e-9 * graph.variable(op.variables[0]).bytes for op in graph.phase("optimizer")}
+    graph = graph.with_seconds(dict.fromkeys(names, 1e-3) | updates)
+    costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(1e-4, 0.0, 1e-8)})
+    together = replace(costs, portions=True)
+    at_once, in_portions = (pace_strategy(graph, CLUSTER, each) for each in (costs, together))
+    last = in_portions.schedule.order[-1]
+    assert len(in_portions.schedule.order) > len(at_once.schedule.order)
+    assert (last.stop - last.start) * 4 < 0.2 * graph.variable("layers.2.weight").bytes
+    saved = Oracle(graph, CLUSTER, together).seconds(at_once) - Oracle(graph, CLUSTER, together).seconds(in_portions)
+    assert saved > 0.7 * updates[graph.phase("optimizer")[-1].name]
 
 
 def test_pace_strategy_refuses_servers():

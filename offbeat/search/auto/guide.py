@@ -171,7 +171,9 @@ class Guide:
                 Evidence(lower(graph, cluster, trial.strategy), trial.seconds or 0.0, weight)
                 for trial in usable[-_EARLIER:]
             ]
-        other = Guide(self.name, graph, cluster, costs=Costs(straight=self.costs is not None and self.costs.straight))
+        known = self.costs or Costs()
+        alike = Costs(straight=known.straight, portions=known.portions)
+        other = Guide(self.name, graph, cluster, costs=alike)
         encoded = other._encode([trial.strategy for trial in usable], self.name == "combined")
         self.earlier.append(Samples(encoded, seconds))
         return len(usable)

@@ -72,11 +72,11 @@ def tune(
 
 
 def _known_costs(ranks: int) -> Costs:
-    """What is known of the trials' collectives before the first trial: the way that servers' messages take."""
-    from offbeat.runtime.channel import goes_straight
+    """What is known of the trials' costs before the first trial."""
+    from offbeat.runtime.channel import known_costs
     from offbeat.search.auto.job import trial_backend
 
-    return Costs(straight=goes_straight(trial_backend(), ranks))
+    return known_costs(trial_backend(), ranks)
 
 
 def cluster_of(machines: Machines) -> ClusterSpec:
