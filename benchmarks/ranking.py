@@ -3,8 +3,8 @@
     python benchmarks/make_dataset.py --real 40 && python benchmarks/ranking.py --json [--quick] [--keep FILE]
 
 Predictors: `predefined` (AutoSync's analytic model), `linear`, `rnn` and `gat` on raw and predefined features,
-`replayer` (the folded replay with the cluster file's nominal figures), and `combined`, which learns the error of the
-replayer.
+`replayer` (the folded replay with the cluster file's nominal figures, and the ways that gloo's messages take where
+trials are measured), and `combined`, which learns the error of the replayer.
   within     70/15/15 splits of one domain, the epoch chosen on the 15% for validation, three seeds; nine for
              measured domains, which are small;
   transfer   trained on the other domains of the same source with as many updates as within one, tested on all of this;
@@ -56,11 +56,14 @@ class Domain:
     def plans(self) -> list:
         """(without, with) the replayer's prediction."""
         from offbeat.plan import lower
+        from offbeat.runtime.channel import known_costs
         from offbeat.simulate.learned.features import encode
 
         if not self._plans:
             lowered = (lower(self.graph, self.cluster, trial.strategy) for trial in self.trials)
-            self._plans = [(encode(plan), encode(plan, replay=True)) for plan in lowered]
+            # Of a measured trial it is known that gloo ran it; of the sites of replayed ones, nothing.
+            costs = known_costs("gloo", self.cluster.world_size) if self.source == "measured" else None
+            self._plans = [(encode(plan), encode(plan, replay=True, costs=costs)) for plan in lowered]
         return self._plans
 
     def samples(self, chosen, replay: bool):

@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from training import _distributed, _parameters
+from training import _cluster, _distributed, _graph, _parameters, _strategy
+
+from offbeat.runtime.portions import Portions
 
 Make = Callable[[], nn.Module]
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
@@ -97,6 +99,27 @@ def names(strategy: str) -> dict[str, Any]:
             "same": same,
             "type": isinstance(model, small_models.Mlp) and isinstance(optimizer, torch.optim.SGD),
         }
+
+
+def in_portions(optimizer: str, builder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Also how many elements were updated at a time, where messages are applied slice by slice."""
+    chosen = _strategy(
+        {"builder": builder, "options": options}, _graph("mlp", torch.float64, optimizer), _cluster(None), None
+    )
+    optimize = _sgd if optimizer == "sgd" else _adamw
+    reached: list[int] = []
+    apply = Portions.apply
+
+    def watched(self: Portions, stop: int, unused: frozenset[int]) -> None:
+        reached.append(stop)
+        apply(self, stop, unused)
+
+    Portions.apply = watched  # type: ignore[method-assign]
+    try:
+        found = _compare(_plain, strategy=chosen, optimize=optimize, example=_batches(0)[dist.get_rank()], steps=6)
+        return {**found, "reached": reached}
+    finally:
+        Portions.apply = apply  # type: ignore[method-assign]
 
 
 def no_sync(strategy: str) -> dict[str, Any]:

@@ -31,6 +31,14 @@ def test_state_dict_has_the_single_device_names(pools: Pools, strategy: str) -> 
         assert answer == {"names": True, "same": True, "type": True}
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_slices_are_applied_as_they_arrive(pools: Pools, optimizer: str) -> None:
+    builder, options = CLASSES["all_reduce"]
+    answers = pools(2).call("in_portions", optimizer=optimizer, builder=builder, options=options)
+    check(answers)
+    assert all(len(answer["reached"]) > 6 and len(set(answer["reached"])) > 1 for answer in answers)
+
+
 @pytest.mark.parametrize("strategy", NAMES)
 def test_no_sync_accumulates(pools: Pools, strategy: str) -> None:
     check(pools(2).call("no_sync", strategy=strategy))
