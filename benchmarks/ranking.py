@@ -4,7 +4,8 @@
 
 Predictors: `predefined` (AutoSync's analytic model), `linear`, `rnn` and `gat` on raw and predefined features,
 `replayer` (the folded replay with the cluster file's nominal figures, and the ways that gloo's messages take where
-trials are measured), and `combined`, which learns the error of the replayer.
+trials are measured), `fitted` (the same at costs fitted to the training trials, as `offbeat tune` does), and
+`combined`, which learns the error of the fitted replayer.
   within     70/15/15 splits of one domain, the epoch chosen on the 15% for validation, three seeds; nine for
              measured domains, which are small;
   transfer   trained on the other domains of the same source with as many updates as within one, tested on all of this;
@@ -19,6 +20,7 @@ replayer's accuracy says how much those hidden costs matter, and the others' how
 """
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -31,14 +33,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from step_time import machine
 
+from offbeat.search.auto.fit import fit_costs
+
 LEARNED = ("linear", "rnn", "gat", "combined")
-PREDICTORS = ("predefined", "linear", "rnn", "gat", "replayer", "combined")
+PREDICTORS = ("predefined", "linear", "rnn", "gat", "replayer", "fitted", "combined")
 CURVE = (10, 20, 40, 80)
 LEAST = 30
 """Trials a domain needs, so that its test split holds pairs worth counting."""
 TIES = {"clear": 0.05, "all": 0.01}
 Scores = dict[str, float]
 """By the names of `TIES`."""
+EARLIER = 40
+"""Trials of each other domain that costs are fitted to."""
 MEASURED_SPLITS = 3
 """Times as many seeds where a test split holds a handful of trials."""
 
@@ -50,26 +56,47 @@ class Domain:
         self.name, self.source = name, source
         self.graph, self.cluster, self.trials = graph, cluster, trials
         self.seconds = np.array([trial.seconds for trial in trials])
-        self._plans: list = []
 
-    @property
-    def plans(self) -> list:
-        """(without, with) the replayer's prediction."""
+    @functools.cached_property
+    def lowered(self) -> list:
         from offbeat.plan import lower
+
+        return [lower(self.graph, self.cluster, trial.strategy) for trial in self.trials]
+
+    @functools.cached_property
+    def costs(self):
+        """What is known without a trial: that gloo ran measured ones; of the sites of replayed ones, nothing."""
+        from offbeat.cost.measured import Costs
         from offbeat.runtime.channel import known_costs
+
+        return known_costs("gloo", self.cluster.world_size) if self.source == "measured" else Costs()
+
+    @functools.cached_property
+    def plans(self) -> list:
+        """Without a replay."""
         from offbeat.simulate.learned.features import encode
 
-        if not self._plans:
-            lowered = (lower(self.graph, self.cluster, trial.strategy) for trial in self.trials)
-            # Of a measured trial it is known that gloo ran it; of the sites of replayed ones, nothing.
-            costs = known_costs("gloo", self.cluster.world_size) if self.source == "measured" else None
-            self._plans = [(encode(plan), encode(plan, replay=True, costs=costs)) for plan in lowered]
-        return self._plans
+        return [encode(plan) for plan in self.lowered]
 
-    def samples(self, chosen, replay: bool):
+    def replays(self, chosen, costs) -> list[float]:
+        from offbeat.simulate.predict import simulate
+
+        return [simulate(self.lowered[i], costs, memory=False).iteration_time for i in chosen]
+
+    def samples(self, chosen, costs=None):
+        """What models learn from and are tested on; with costs, with what replay says at them."""
+        from offbeat.simulate.learned.features import encode
         from offbeat.simulate.learned.ranking import Samples
 
-        return Samples([self.plans[i][replay] for i in chosen], self.seconds[chosen].tolist())
+        if costs is None:
+            return Samples([self.plans[i] for i in chosen], self.seconds[chosen].tolist())
+        encoded = [encode(self.lowered[i], replay=True, costs=costs) for i in chosen]
+        return Samples(encoded, self.seconds[chosen].tolist())
+
+    def evidence(self, chosen) -> list:
+        from offbeat.search.auto.fit import Evidence
+
+        return [Evidence(self.lowered[i], float(self.seconds[i])) for i in chosen]
 
 
 def load(path: Path, limit: int | None) -> list[Domain]:
@@ -106,12 +133,14 @@ def split(count: int, seed: int):
     return order[:first], order[first:second], order[second:]
 
 
-def fixed(domain: Domain, chosen) -> dict[str, Scores]:
-    """The predictors that are not trained."""
-    return {
-        name: accuracies([domain.plans[i][replay].base for i in chosen], domain.seconds[chosen])
-        for name, replay in (("predefined", False), ("replayer", True))
+def untrained(domain: Domain, chosen, fitted) -> dict[str, Scores]:
+    """The predictors that are no models; `fitted` are costs told by trials."""
+    predicted = {
+        "predefined": [domain.plans[i].base for i in chosen],
+        "replayer": domain.replays(chosen, domain.costs),
+        "fitted": domain.replays(chosen, fitted),
     }
+    return {name: accuracies(seconds, domain.seconds[chosen]) for name, seconds in predicted.items()}
 
 
 def accuracies(predicted, seconds) -> Scores:
@@ -133,9 +162,10 @@ def trained(kind: str, train, test, validation, options, epochs: int, seed: int)
 
 def within(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, Scores]:
     train, check, test = split(len(domain.seconds), seed)
-    scores = fixed(domain, test)
+    fitted = fit_costs(domain.evidence(train), domain.costs)
+    scores = untrained(domain, test, fitted)
     for kind in LEARNED:
-        parts = [domain.samples(part, kind == "combined") for part in (train, check, test)]
+        parts = [domain.samples(part, fitted if kind == "combined" else None) for part in (train, check, test)]
         scores[kind] = trained(kind, parts[:1], parts[2], parts[1:2], options, options.epochs, seed)
     return scores
 
@@ -145,9 +175,11 @@ def curve(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, dict
     result = {}
     for count in CURVE:
         if count <= len(train):
-            scores = fixed(domain, test)
+            fitted = fit_costs(domain.evidence(train[:count]), domain.costs)
+            scores = untrained(domain, test, fitted)
             for kind in LEARNED:
-                some, rest = (domain.samples(part, kind == "combined") for part in (train[:count], test))
+                costs = fitted if kind == "combined" else None
+                some, rest = (domain.samples(part, costs) for part in (train[:count], test))
                 scores[kind] = trained(kind, [some], rest, None, options, options.epochs, seed)
             result[str(count)] = scores
     return result
@@ -156,13 +188,16 @@ def curve(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, dict
 def transfer(domain: Domain, domains: list[Domain], options, seed: int) -> dict[str, Scores]:
     others = [other for other in domains if other is not domain and other.source == domain.source]
     everything = np.arange(len(domain.seconds))
-    scores = fixed(domain, everything)
+    fitted = fit_costs(
+        [each for other in others for each in other.evidence(range(min(EARLIER, len(other.seconds))))], domain.costs
+    )
+    scores = untrained(domain, everything, fitted)
     if others:
         epochs = max(10, math.ceil(options.epochs / len(others)))
         for kind in LEARNED:
-            replay = kind == "combined"
-            train = [other.samples(np.arange(len(other.seconds)), replay) for other in others]
-            scores[kind] = trained(kind, train, domain.samples(everything, replay), None, options, epochs, seed)
+            costs = fitted if kind == "combined" else None
+            train = [other.samples(np.arange(len(other.seconds)), costs) for other in others]
+            scores[kind] = trained(kind, train, domain.samples(everything, costs), None, options, epochs, seed)
     return scores
 
 

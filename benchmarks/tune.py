@@ -8,10 +8,10 @@ For each model and cluster the hand-made builders are measured first, each with 
 the last of the trials are second runs of each search's finalists. Recorded are the best so far and the hit rate (share
 of trials that beat the best builder's first one) after every trial, as in AutoDist's figure 9. At the end the three
 best builders and each search's winner are measured again, in turn, in the same processes; the best of these builders is
-the baseline (1x), and `speedup` the ratio of medians, which no lucky trial can have chosen. `bound_ms` is a step that no
-schedule of all-reduces goes below on links as described, with everything else free. A winner that is the
-baseline's own strategy is not raced against itself: its speedup is 1. Compute is paced, gradients are real. `--steps`
-shortens trials, `--candidates` the rounds. One model on one cluster with one search takes under 6 minutes with
+the baseline (1x), and `speedup` the ratio of medians, which no lucky trial can have chosen. `bound_ms` is a step that
+no schedule of all-reduces goes below on links as described, with everything else free. A winner that is the baseline's
+own strategy is not raced against itself: its speedup is 1. Compute is paced, gradients are real. `--steps` shortens
+trials, `--candidates` the rounds. One model on one cluster with one search takes under 6 minutes with
 
     python benchmarks/tune.py --json --model vgg --cluster mixed --search combined --steps 4 12 --candidates 60
 

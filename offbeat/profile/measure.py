@@ -42,6 +42,8 @@ from offbeat.timeline.observer import covered
 WARM_UP_STEPS = 3
 MOST_CORRECTED = 2.0
 """By which factor a job's own collectives may correct what was calibrated."""
+SERVER_CORRECTIONS = 4
+"""Times that servers' messages are corrected and replayed; the closest counts."""
 ANYWHERE = {"graph": "", "cluster": ""}
 """A strategy that ran fits the graph measured while it did, whatever it was made for."""
 STRAGGLER = 0.03
@@ -358,17 +360,27 @@ def _has_servers(traces: list[RankTrace]) -> bool:
 
 def _with_own_servers(profile: Profile) -> Profile:
     """The profile with reduces and broadcasts that, replayed, keep the network busy as long as the job's own did."""
-    costs = profile.costs
     plan = lower(profile.graph, profile.cluster, profile.strategy)
-    expected = _busy_seconds(simulate(plan, costs, memory=False), min)
-    if not expected:
-        return profile
-    factor = min(max(_busy_seconds(profile.timeline, max) / expected, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    wanted, factor = _busy_seconds(profile.timeline, max), 1.0
+    tried: list[tuple[float, Costs]] = []
+    # How long it is busy is not in proportion to what messages take, which also hold each other up.
+    for _ in range(SERVER_CORRECTIONS):
+        costs = _with_served(profile.costs, factor)
+        busy = _busy_seconds(simulate(plan, costs, memory=False), min)
+        if not (busy and wanted):
+            return profile
+        tried.append((abs(busy / wanted - 1), costs))
+        factor = min(max(factor * wanted / busy, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    return replace(profile, costs=min(tried, key=lambda found: found[0])[1])
+
+
+def _with_served(costs: Costs, factor: float) -> Costs:
+    """The costs with servers' messages that take so many times as long for each byte."""
     fits = {
         key: replace(fit, seconds_per_byte=fit.seconds_per_byte * factor) if key[0] in SERVED else fit
         for key, fit in costs.collectives.items()
     }
-    return replace(profile, costs=replace(costs, collectives=fits))
+    return replace(costs, collectives=fits)
 
 
 def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
