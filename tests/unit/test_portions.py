@@ -56,6 +56,17 @@ def give_gradients(parameters: dict[str, torch.nn.Parameter], step: int) -> None
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+def updated_once() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer, Portions]:
+    """SGD with momentum after one update at once, so that its state is there."""
+    parameters, optimizer = make_model("SGD", momentum=0.9)
+    parcel = make_parcel(parameters)
+    unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
+    give_gradients(parameters, 0)
+    parcel.load()
+    unit.step()
+    return parameters, optimizer, Portions(parcel, unit)
+
+
 def same(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> bool:
     first, second = left.state_dict()["state"], right.state_dict()["state"]
     assert first.keys() == second.keys()
@@ -95,17 +106,11 @@ def test_portions_end_as_an_update_at_once(name: str, cuts: list[int]) -> None:
 
 
 def test_an_unused_variable_is_left_alone() -> None:
-    parameters, optimizer = make_model("SGD", momentum=0.9)
-    parcel = make_parcel(parameters)
-    unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
-    portions = Portions(parcel, unit)
-    give_gradients(parameters, 0)
-    parcel.load()
-    unit.step()
+    parameters, optimizer, portions = updated_once()
     before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     state = copy.deepcopy(optimizer.state[parameters["p2"]])
     give_gradients(parameters, 1)
-    parcel.load()
+    portions.parcel.load()
     portions.apply(300, frozenset({id(parameters["p2"])}))
     portions.apply(TOTAL, frozenset({id(parameters["p2"])}))
     portions.end()
@@ -120,13 +125,7 @@ def test_plain_sgd_needs_no_state() -> None:
 
 
 def test_elements_in_another_order_are_updated_at_once() -> None:
-    parameters, optimizer = make_model("SGD", momentum=0.9)
-    parcel = make_parcel(parameters)
-    unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
-    portions = Portions(parcel, unit)
-    give_gradients(parameters, 0)
-    parcel.load()
-    unit.step()
+    parameters, optimizer, portions = updated_once()
     assert portions.possible()
     first = parameters["p0"]
     optimizer.state[first]["momentum_buffer"] = optimizer.state[first]["momentum_buffer"].t().contiguous().t()

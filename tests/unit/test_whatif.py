@@ -314,8 +314,9 @@ def test_a_server_receives_from_as_many_as_there_are() -> None:
     assert many.collectives["reduce", 33] == CollectiveFit(32 * OVERHEAD, 0.0, PER_BYTE / 2)
 
 
-def test_a_jobs_own_servers_correct_what_was_calibrated(tmp_path: Path) -> None:
-    """Its links are twice as slow as calibration found them, which its own reduces and broadcasts show."""
+@pytest.mark.parametrize("factor", [1.7, 2.0])
+def test_a_jobs_own_servers_correct_what_was_calibrated(tmp_path: Path, factor: float) -> None:
+    """Its links are slower than calibration found them, which its own reduces and broadcasts show."""
     names = [f"{layer}.weight" for layer in range(LAYERS)]
     folder = write_job(tmp_path, job="offbeat")
     config = VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(0,)),))
@@ -325,10 +326,11 @@ def test_a_jobs_own_servers_correct_what_was_calibrated(tmp_path: Path) -> None:
     fits = {(kind, 2): CollectiveFit(OVERHEAD, 0.0, PER_BYTE) for kind in ("reduce", "broadcast")}
     calibrated = Costs(collectives=fits, straight=True)
     slower = replace(
-        calibrated, collectives={key: replace(fit, seconds_per_byte=2 * PER_BYTE) for key, fit in fits.items()}
+        calibrated, collectives={key: replace(fit, seconds_per_byte=factor * PER_BYTE) for key, fit in fits.items()}
     )
     ran = simulate(plan, slower, memory=False)
-    assert ran.iteration_time > 1.5 * simulate(plan, calibrated, memory=False).iteration_time
+    assert ran.iteration_time > 0.75 * factor * simulate(plan, calibrated, memory=False).iteration_time
     found = _with_own_servers(replace(profile, timeline=ran, strategy=strategy, costs=calibrated))
-    assert found.costs.collectives["reduce", 2].seconds_per_byte == pytest.approx(2 * PER_BYTE, rel=0.05)
+    # One pass ends at 0.999 of it: what is spent before the first byte does not grow with the factor.
+    assert found.costs.collectives["reduce", 2].seconds_per_byte == pytest.approx(factor * PER_BYTE, rel=1e-5)
     assert found.costs.collectives["broadcast", 2].overhead_seconds == OVERHEAD

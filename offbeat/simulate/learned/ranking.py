@@ -11,7 +11,6 @@ times, so that a prediction can be shown beside a measurement.
 A state is stored as plain arrays with a JSON header (`numpy.savez`, no pickle), so that reading one runs no code.
 """
 
-import copy
 import io
 import json
 import math
@@ -58,7 +57,7 @@ class Simulator:
     ) -> float:
         """Trains on from the present state; the last epoch's mean loss.
 
-        With `validation` the state that ranks it best is kept: the one before the first epoch, or after any of them.
+        With `validation` the state of the epoch that ranks it best is kept.
         """
         schedule = schedule or Schedule()
         domains = [domain for domain in domains if len(domain.plans) > 1]
@@ -70,15 +69,17 @@ class Simulator:
         random = np.random.default_rng(self.seed + len(everything))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=schedule.learning_rate)
         decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(schedule.decay_epochs), schedule.decay)
-        best, state = (0.0 if validation is None else self.accuracy(validation)), copy.deepcopy(self.model.state_dict())
-        loss = math.inf
+        best_accuracy, best_state, loss = -1.0, None, math.inf
         for _ in range(schedule.epochs):
             loss = self._epoch(domains, schedule, optimizer, random)
             decay.step()
-            if validation is not None and (accuracy := self.accuracy(validation)) > best:
-                best, state = accuracy, copy.deepcopy(self.model.state_dict())
-        if validation is not None:
-            self.model.load_state_dict(state)
+            if validation is not None:
+                accuracy = self.accuracy(validation)
+                if accuracy > best_accuracy:
+                    best_accuracy = accuracy
+                    best_state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if best_state is not None:
+            self.model.load_state_dict(best_state)
         self.trained_on = len(everything)
         self._calibrate(domains[-1])
         return loss
