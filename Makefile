@@ -2,20 +2,27 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+RUNS := $(VENV)/.runs
+TOOLS := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: setup browser demo test test-slow bench bench-page lint format clean
+.PHONY: setup browser demo test test-slow test-gpu bench bench-page wheel lint format clean
 
-setup: $(STAMP)
+setup: $(TOOLS)
 
-$(STAMP): pyproject.toml constraints.txt
+# What running needs; the development tools come on top.
+$(RUNS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(TOOLS): $(RUNS)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)
-	$(BIN)/offbeat demo
+demo: $(RUNS)
+	@$(BIN)/offbeat demo
 
 # Tests of pages need a browser; where none can be installed they are skipped.
 browser:
@@ -24,30 +31,41 @@ browser:
 	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; \
 	} || echo "no browser could be installed: tests of pages are skipped"
 
-test: $(STAMP) browser
-	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest -q -m 'not slow and timing' tests/unit tests/distributed tests/browser
-	$(BIN)/python -m pytest -q -m 'not slow and not timing' -n 2 --dist loadfile tests/distributed tests/browser tests/gpu
+test: $(TOOLS) browser
+	$(PYTEST) -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
+	$(PYTEST) -m 'not slow and timing' tests/unit tests/distributed tests/browser
+	$(PYTEST) -m 'not slow and not timing' -n 2 --dist loadfile tests/distributed tests/browser
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow
+test-slow: $(TOOLS)
+	$(PYTEST) -m slow
+
+# Skipped, with the reason, where there is no GPU.
+test-gpu: $(TOOLS)
+	$(PYTEST) tests/gpu
 
 # Up to an hour on two cores, which nothing else should use meanwhile.
-bench: $(STAMP)
+bench: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py; failed=$$?; $(BIN)/python benchmarks/report.py && exit $$failed
 
-bench-page: $(STAMP)
+bench-page: $(TOOLS)
 	$(BIN)/python benchmarks/report.py
 
-lint: $(STAMP)
+# Builds the wheel and the source distribution, and tries the wheel in an empty environment.
+wheel: $(TOOLS)
+	rm -rf dist
+	$(BIN)/pip install -q build
+	$(BIN)/python -m build -q --outdir dist
+	$(PYTHON) tools/try_wheel.py
+
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

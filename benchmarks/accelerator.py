@@ -4,7 +4,7 @@
     python benchmarks/accelerator.py --device cpu --quick       everything at a small scale, to see that it works
 
 Sections, the most important first: `models` (each in bf16 autocast and in fp32 without TF32: step, phases and parts of
-them, kinds of operators, peak memory beside the estimate; `offbeat.cost.accelerator` says how the parts are used),
+them, kinds of operators, peak memory beside the estimate; `accelerator_times` says how the parts are used),
 `recompute` (every block recomputed, measured and replayed), `recorder` (steps with offbeat.Recorder and without),
 `op_fusion` (every block compiled). AdamW, plain torch, one device. The output is written after each piece; what fails
 has its reason under `failed`, what there was no time for is under `skipped`.
@@ -25,15 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
-
-import offbeat
-from offbeat import files, zoo
-from offbeat.cluster import ClusterSpec, Node, find_device
-from offbeat.cost.accelerator import (
+from accelerator_times import (
     PHASES,
     PRECISIONS,
     AcceleratorTimes,
@@ -42,6 +34,14 @@ from offbeat.cost.accelerator import (
     roofline_seconds,
     split,
 )
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import offbeat
+from offbeat import files, zoo
+from offbeat.cluster import ClusterSpec, Node, find_device
 from offbeat.cost.memory import peak_memory
 from offbeat.graph import ModelGraph, kinds
 from offbeat.runtime.memory import apply_memory_strategy

@@ -8,7 +8,7 @@ turns, so that a machine that becomes slower does so for both:
          steps of the strategy that splits nothing, for what interpreter and optimizer cost;
   steps  of the random strategies, which no estimate uses.
 The steps are compared with
-  estimate  the rehearsed step priced by these parts (`offbeat.search.frontier.estimate`);
+  estimate  the rehearsed step priced by these parts (rehearsal/estimate.py);
   search    the sum of costs that FT works with, from operators measured whole and collectives at sizes 2^i.
 Time is the median of that half of the steps during which neighbours of a virtual machine took least of it (quiet.py),
 memory the median of five steps' peaks of torch's allocator on rank 0. Errors are |estimated / measured - 1|.
@@ -40,7 +40,7 @@ import offbeat
 
 sys.path.insert(0, str(Path(__file__).parent))
 from memory_accuracy import peak_of
-from quiet import Theft, quietest
+from quiet import CpuSteal, quietest
 from step_time import machine
 
 TIME_TARGET, MEMORY_TARGET = 0.08, 0.05
@@ -153,14 +153,15 @@ def build(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def work(case: dict[str, Any]) -> None:
     """One rank: draws strategies, measures parts and whole steps by turns; rank 0 prints what it found."""
+    from rehearsal.estimate import estimate
+    from rehearsal.measure import measure_moves
+    from rehearsal.rehearse import rehearse
+
     from offbeat import ClusterSpec
     from offbeat.runtime.sharded import runtime as sharded_runtime
     from offbeat.runtime.sharded.grid import Grid
-    from offbeat.runtime.sharded.measure import measure_moves
-    from offbeat.runtime.sharded.rehearse import rehearse
     from offbeat.runtime.sharded.trace import trace_forward
-    from offbeat.search.frontier.estimate import estimate
-    from offbeat.search.frontier.resharding import FineMesh
+    from offbeat.sharding.rescheduling import FineMesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -231,15 +232,15 @@ def _agreed(done: bool) -> bool:
 
 def draw(case: dict[str, Any], model: Any, batch: Any, cluster: Any) -> list[tuple[Any, tuple[float, float]]]:
     """The strategy that splits nothing, then random ones; with each the seconds and bytes that the search adds up."""
-    from offbeat.search.frontier.costs import price
+    from offbeat.search.frontier.costs import Prices
     from offbeat.search.frontier.evaluate import Strategies, expanded
-    from offbeat.search.frontier.resharding import FineMesh
     from offbeat.search.frontier.units import group
+    from offbeat.sharding.rescheduling import FineMesh
     from offbeat.strategy import Strategy
 
     graph = offbeat.capture(model, batch, name=case["model"]).with_optimizer("SGD", SLOTS)
     graph = graph.with_seconds(whole_seconds(model, batch))
-    prices = price(graph, FineMesh(cluster), group(graph))
+    prices = Prices(graph, FineMesh(cluster), group(graph))
     dice = random.Random(7)
     rows = [[int(np.argmax((configs.before < 0).all(axis=1))) for configs in prices.configs]]
     rows += [[dice.randrange(len(configs)) for configs in prices.configs] for _ in range(case["strategies"])]
@@ -260,10 +261,11 @@ def draw(case: dict[str, Any], model: Any, batch: Any, cluster: Any) -> list[tup
 
 def whole_seconds(model: Any, batch: Any) -> dict[str, float]:
     """Seconds of every operator of the captured step, measured on whole tensors."""
+    from rehearsal.measure import time_calls
+    from rehearsal.rehearse import LocalCall, local_call
+
     from offbeat.graph.joint import joint_graph
     from offbeat.graph.step import make_step
-    from offbeat.runtime.sharded.measure import time_calls
-    from offbeat.runtime.sharded.rehearse import LocalCall, local_call
 
     graph, _ = joint_graph(make_step(model, batch, None))
     calls: dict[str, LocalCall] = {}
@@ -290,14 +292,14 @@ class Parts:
         self.shift_seconds: list[list[float]] = []
 
     def measure(self) -> None:
-        from offbeat.runtime.sharded.measure import time_calls, time_shifts
+        from rehearsal.measure import time_calls, time_shifts
 
         self.call_seconds.append(time_calls(self.calls, rounds=PARTS_TIMED + 1))
         self.shift_seconds.append(time_shifts(self.shifts, self.grid, rounds=PARTS_TIMED))
 
     def timings(self, rehearsal: Any, unsplit: "Job") -> Any:
         """What the run that splits nothing took longer than its operators is shared out over step, variables, bytes."""
-        from offbeat.search.frontier.estimate import Timings
+        from rehearsal.estimate import Timings
 
         calls = dict(zip(self.calls, map(statistics.median, zip(*self.call_seconds, strict=True)), strict=True))
         shifts = dict(zip(self.shifts, map(statistics.median, zip(*self.shift_seconds, strict=True)), strict=True))
@@ -349,11 +351,11 @@ class Job:
         for _ in range(TIMED):
             dist.barrier()
             self._moved_seconds = 0.0
-            theft, begin = Theft(), time.perf_counter()
+            steal, begin = CpuSteal(), time.perf_counter()
             self.step()
             dist.barrier()
             seconds = time.perf_counter() - begin
-            self.blocks.append((theft.agreed_share(), seconds))
+            self.blocks.append((steal.agreed_share(), seconds))
             self.moving.append(self._moved_seconds)
 
     def step_seconds(self) -> float:

@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from frontier_reference import eliminate_only
+
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
-from offbeat.search.frontier.costs import price
+from offbeat.search.frontier.costs import Prices
 from offbeat.search.frontier.find import find_frontier
-from offbeat.search.frontier.reference import eliminate_only
-from offbeat.search.frontier.resharding import FineMesh
 from offbeat.search.frontier.track import track
 from offbeat.search.frontier.units import group
+from offbeat.sharding.rescheduling import FineMesh
 
 DEVICES = 16
 # Name, zoo model, batch, target seconds, the paper's seconds (table 3).
@@ -72,11 +73,11 @@ def measure(name: str, cluster: ClusterSpec) -> dict[str, Any]:
 
 def compare(graph: Any, cluster: ClusterSpec) -> dict[str, float]:
     """FT-LDP and FT-Elimination on the first units of a model, with fewer configurations."""
-    prices = price(graph, FineMesh(cluster.subset(DEVICES)), group(graph), COMPARED_CONFIGURATIONS)
+    prices = Prices(graph, FineMesh(cluster.subset(DEVICES)), group(graph), COMPARED_CONFIGURATIONS)
     ops, edges = prices.tables(False)
     ops = ops[:COMPARED_UNITS]
     edges = {pair: costs for pair, costs in edges.items() if max(pair) < COMPARED_UNITS}
-    ldp, _, exact = timed(lambda: track(ops, edges, exact=True))
+    ldp, _, exact = timed(lambda: track(ops, edges, cap=0))
     elimination, _, reference = timed(lambda: eliminate_only(ops, edges))
     assert len(exact.points) == len(reference.points)
     return {"units": COMPARED_UNITS, "ldp_seconds": ldp, "elimination_seconds": elimination}

@@ -154,8 +154,7 @@ def phase_seconds(model: str) -> tuple[float, float]:
 def build_paced(model: str):
     """What a real trial trains: true parameters and gradients, paced compute."""
     import torch
-
-    from offbeat.emulate.paced import PacedModel
+    from paced import PacedModel
 
     return PacedModel.from_graph(make_graph(model), *phase_seconds(model)), (torch.ones(1),)
 
@@ -211,7 +210,7 @@ def fill_domain(store, model: str, name: str, points: int, seed: int) -> None:
     # Evenly from the neighbours of all four.
     step = max(1, len(fresh) // max(1, points - len(trials)))
     trials += replayed(graph, fresh[::step][: points - len(trials)], site, noise)
-    store.add_many(graph, cluster, trials)
+    store.add(graph, cluster, *trials)
 
 
 def real_strategies(graph, cluster: ClusterSpec, count: int, seed: int) -> list:

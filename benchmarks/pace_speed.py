@@ -24,9 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from pace_lp import solve, solve_weighted
 
-from offbeat.search import pace, pace_lp
-from offbeat.search.pace_link import best_served
+from offbeat.search import pace
+from offbeat.search.pace.schedule import best_served
 
 # PACE's table II: parameters in millions, all-reduce operators, computation operators.
 MODELS = {
@@ -75,10 +76,10 @@ def measure(model: str, instances: int, seed: int) -> dict[str, Any]:
     for _ in range(instances):
         slots = instance(model, rng)
         arrays = [values.astype(np.float64) for values in slots]
-        lp_seconds, lp = timed(lambda slots=slots: pace_lp.solve_weighted(*slots))
-        exact_seconds, exact = timed(lambda slots=slots: pace_lp.solve(*slots, lexicographic=False))
+        lp_seconds, lp = timed(lambda slots=slots: solve_weighted(*slots))
+        exact_seconds, exact = timed(lambda slots=slots: solve(*slots, lexicographic=False))
         our_seconds, ours = timed(lambda arrays=arrays: pace.preemptive_schedule(*arrays), KERNEL_REPEATS)
-        kernel_seconds, _ = timed(lambda arrays=arrays: best_served(*arrays, 0.0, 0.0, 0.0, True, 1), KERNEL_REPEATS)
+        kernel_seconds, _ = timed(lambda arrays=arrays: best_served(*arrays, 0.0, 0.0, True, 1), KERNEL_REPEATS)
         if ours.makespan != exact.makespan:
             raise SystemExit(f"{model}: makespan {ours.makespan} slots, the linear programme finds {exact.makespan}")
         rows.append(

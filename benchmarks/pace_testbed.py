@@ -21,9 +21,8 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.graph.estimate import operator_seconds
-from offbeat.search.optimize import search
-from offbeat.search.oracle import Oracle
-from offbeat.search.pace_strategy import pace_strategy
+from offbeat.search.optimize import predict, search
+from offbeat.search.pace.strategy import pace_strategy
 from offbeat.strategy import Strategy, build_strategy
 
 # PACE, section VI-B: 64 and 32 images, 4096 and 2048 tokens. The zoo's sentences have 32 and 64 tokens.
@@ -62,15 +61,14 @@ def deferred(strategy: Strategy) -> Strategy:
 
 
 def measure(graph: ModelGraph, cluster: ClusterSpec, batch: int) -> dict[str, Any]:
-    oracle = Oracle(graph, cluster, Costs())
-    pace = oracle.seconds(pace_strategy(graph, cluster))
+    pace = predict(graph, cluster, Costs(), pace_strategy(graph, cluster))
     compute = sum(op.seconds or 0.0 for op in graph.operators)
     speedups: dict[str, Any] = {}
     for name in BASELINES:
         strategy = build_strategy(name, graph, cluster)
         speedups[name] = {
-            "step": oracle.seconds(strategy) / pace - 1,
-            "engine": oracle.seconds(deferred(strategy)) / pace - 1,
+            "step": predict(graph, cluster, Costs(), strategy) / pace - 1,
+            "engine": predict(graph, cluster, Costs(), deferred(strategy)) / pace - 1,
             "paper": PAPER[name],
         }
     best = search(graph, cluster, rounds=12)

@@ -242,14 +242,14 @@ def compare(case: dict) -> dict:
         found.start(f"deepspeed_zero_{stage}", deepspeed(stage))
     plan_name = add_offbeat_variants(found, case)
     pairs = {name: (variant.step, variant.finish) for name, variant in found.variants.items()}
-    blocks, theft = alternate(pairs, case["blocks"], case["steps"])
+    blocks, steal = alternate(pairs, case["blocks"], case["steps"])
     movement = max_distance(found.reference[CHECKED_STEPS], found.initial)
     return {
         **summary(blocks, found.facts, movement),
         "refused": found.refused,
         "tried_ms": tried,
         "auto_plan": plan_name,
-        "stolen": theft,
+        "stolen": steal,
     }
 
 

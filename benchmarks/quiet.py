@@ -1,12 +1,21 @@
-"""Which of repeated measurements count: those while the machine's neighbours took least (offbeat.theft)."""
+"""Which of repeated measurements count: those with the least CPU steal (offbeat.cpu_steal)."""
 
-from offbeat import theft
+import os
 
-QUIET = theft.QUIET
+from offbeat import cpu_steal
+
+QUIET = cpu_steal.QUIET
+_WORKING = (0, 1, 2, 5, 6)
+"""Columns of /proc/stat that are work: user, nice, system, irq, softirq."""
 
 
-class Theft(theft.Theft):
-    """On which all ranks of a process group agree."""
+class CpuSteal(cpu_steal.CpuSteal):
+    """CPU steal on which all ranks of a process group agree."""
+
+    def busy_seconds(self) -> float:
+        """Processor time that the whole machine, kernel included, has spent on work."""
+        ticks = self.ticks()
+        return sum(ticks[column] for column in _WORKING) / os.sysconf("SC_CLK_TCK")
 
     def agreed_share(self) -> float:
         """Rank 0's, on every rank of the process group, so that all decide alike."""

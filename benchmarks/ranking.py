@@ -68,7 +68,7 @@ class Domain:
     def costs(self):
         """What is known without a trial: that gloo ran measured ones; of the sites of replayed ones, nothing."""
         from offbeat.cost.measured import Costs
-        from offbeat.runtime.channel import known_costs
+        from offbeat.runtime.comm import known_costs
 
         return known_costs("gloo", self.cluster.world_size) if self.source == "measured" else Costs()
 
@@ -151,12 +151,12 @@ def accuracies(predicted, seconds) -> Scores:
 
 
 def trained(kind: str, train, test, validation, options, epochs: int, seed: int) -> Scores:
-    from offbeat.simulate.learned.ranking import Schedule, Simulator
+    from offbeat.simulate.learned.ranking import Simulator, TrainingSchedule
 
     simulator = Simulator(kind, hidden=options.hidden, seed=seed)
     if kind in ("rnn", "gat") and options.network_epochs:
         epochs = math.ceil(epochs * options.network_epochs / options.epochs)
-    schedule = Schedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5))
+    schedule = TrainingSchedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5))
     simulator.fit(train, schedule, validation)
     return accuracies(simulator.predict(test.plans), test.seconds)
 
@@ -174,11 +174,11 @@ def within(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, Sco
 
 def combined(train, check, test, options, seed: int) -> Scores:
     """The replay that the samples hold, unless a model that learns its error ranks the validation trials better."""
-    from offbeat.simulate.learned.ranking import Schedule, Simulator
+    from offbeat.simulate.learned.ranking import Simulator, TrainingSchedule
 
     simulator = Simulator("combined", hidden=options.hidden, seed=seed)
     epochs = options.epochs
-    simulator.fit([train], Schedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5)))
+    simulator.fit([train], TrainingSchedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5)))
     replayed, learned = ([plan.base for plan in check.plans], simulator.predict(check.plans))
     before, after = (accuracies(each, check.seconds)["clear"] for each in (replayed, learned))
     predicted = simulator.predict(test.plans) if after > before else [plan.base for plan in test.plans]

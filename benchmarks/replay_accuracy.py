@@ -19,11 +19,12 @@ import shutil
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import QUIET, Theft
+from quiet import QUIET, CpuSteal
 from step_time import build, local_compute_seconds, machine, make_step, paced_seconds, parameter_bytes, timed
 
 NETWORK_OVER_COMPUTE = {"slow": 1.4, "fast": 0.6}
@@ -189,9 +190,9 @@ def quiet_blocks(step) -> list[tuple[float, list[float]]]:
     """Two blocks of steps as (stolen share, seconds): the least disturbed of at most so many attempts."""
     blocks: list[tuple[float, list[float]]] = []
     while len(blocks) < ATTEMPTS and sum(share < QUIET for share, _ in blocks) < 2:
-        theft = Theft()
+        steal = CpuSteal()
         seconds = timed(step, TIMED // 4)
-        blocks.append((theft.agreed_share(), seconds))
+        blocks.append((steal.agreed_share(), seconds))
     return sorted(blocks, key=lambda block: block[0])[:2]
 
 
@@ -203,12 +204,12 @@ def record(step, folder: Path) -> tuple[list[float], float]:
 
     best: tuple[list[float], float] = ([], 2.0)
     for attempt in range(ATTEMPTS // 2):
-        trial, theft, seconds = folder.with_name(f"{folder.name}-{attempt}"), Theft(), []
+        trial, steal, seconds = folder.with_name(f"{folder.name}-{attempt}"), CpuSteal(), []
         with Recorder(trial) as recorder:
             for _ in range(RECORDED):
                 seconds += timed(step, 1)
                 recorder.step()
-        found = (seconds, theft.agreed_share())
+        found = (seconds, steal.agreed_share())
         if dist.get_rank() == 0:
             if found[1] < best[1]:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -222,23 +223,24 @@ def record(step, folder: Path) -> tuple[list[float], float]:
 
 
 def predict_same(folder: Path, rows: list[dict]) -> None:
-    from offbeat.plan import lower
     from offbeat.profile.measure import load_profile
     from offbeat.simulate.predict import simulate
 
     for row in rows:
         profile = load_profile(folder / row["trace"])
-        plan = lower(profile.graph, profile.cluster, profile.strategy)
-        predicted = simulate(plan, profile.costs, memory=False).iteration_time
+        predicted = simulate(profile.plan, profile.costs, memory=False).iteration_time
         row["same"] = round(predicted * 1e3 / row["measured_ms"] - 1, 4)
-        skewed = load_profile(skew(folder / row["trace"], folder / "skewed"), aligned=False)
-        predicted = simulate(lower(skewed.graph, skewed.cluster, skewed.strategy), skewed.costs, memory=False)
+        # Every rank keeps its own clock.
+        with mock.patch("offbeat.profile.measure.align", lambda traces: (traces, None)):
+            skewed = load_profile(skew(folder / row["trace"], folder / "skewed"))
+        predicted = simulate(skewed.plan, skewed.costs, memory=False)
         row["unaligned"] = round(predicted.iteration_time * 1e3 / row["measured_ms"] - 1, 4)
 
 
 def skew(source: Path, target: Path) -> Path:
     """A copy of a trace in which every rank but the first has a clock of its own."""
-    from offbeat.profile.traces import skewed_copy
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "shared"))
+    from skewed_clocks import skewed_copy
 
     shutil.rmtree(target, ignore_errors=True)
     skewed_copy(source, target, lambda rank: (SKEW_SECONDS * (-1) ** rank * (rank > 0), DRIFT * (rank % 3 - 1)))
@@ -246,7 +248,6 @@ def skew(source: Path, target: Path) -> Path:
 
 
 def predict_cross(folder: Path, rows: list[dict]) -> None:
-    from offbeat.cost.measured import daydream
     from offbeat.plan import lower
     from offbeat.profile.measure import load_profile
     from offbeat.simulate.predict import simulate
@@ -266,6 +267,17 @@ def predict_cross(folder: Path, rows: list[dict]) -> None:
         single = lower(profile.graph, profile.cluster, build_strategy("wfbp", profile.graph, profile.cluster))
         naive = simulate(single, daydream(single, row["bandwidth"], profile.costs), memory=False).iteration_time
         row["daydream"] = round(naive * 1e3 / row["measured_ms"] - 1, 4)
+
+
+def daydream(plan, bandwidth: float, costs):
+    """Costs in the manner of Daydream (Zhu et al., ATC 2020): a tensor takes its bytes over the nominal bandwidth and
+    nothing else."""
+    from offbeat.cost.measured import CollectiveFit
+
+    world = len(plan.replicas)
+    per_byte = 2 * (world - 1) / world / bandwidth
+    kinds = {(task.kind, len(task.ranks)) for task in plan.communication}
+    return replace(costs, collectives={key: CollectiveFit(0.0, 0.0, per_byte) for key in kinds})
 
 
 def summary(rows: list[dict]) -> dict:

@@ -26,8 +26,8 @@ from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.simulate import TaskGraph, replay, simulate
-from offbeat.simulate.collectives import GraphBuilder, Links, ring_all_reduce
-from offbeat.simulate.expand import expand_steps
+from offbeat.simulate.collectives import GraphBuilder, Links, add_collective
+from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.predict import BARRIER_STEPS, DEFERRED_STEPS
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import build_strategy
@@ -64,10 +64,10 @@ def training(ranks: int, steps: int, segments: int, groups: int, gradient_bytes:
         for done in arrived:
             builder.connect(done, compute[0])
         arrived = [
-            ring_all_reduce(builder, links, size, compute[segment])
+            add_collective(builder, "all_reduce", links, size, compute[segment])
             for size, segment in zip(share, releases, strict=True)
         ]
-    return builder.build()[0]
+    return builder.build()
 
 
 def best(work: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -84,7 +84,7 @@ def best(work: Callable[[], Any], repeats: int) -> dict[str, float]:
 def replayed(graph: TaskGraph, repeats: int) -> dict[str, float]:
     seconds = best(lambda: replay(graph), repeats)
     rates = {f"tasks_per_{name}": len(graph) / value for name, value in seconds.items()}
-    return {"tasks": len(graph), "edges": graph.edge_count, **seconds, **rates}
+    return {"tasks": len(graph), "edges": len(graph.successor), **seconds, **rates}
 
 
 def plan_of(graph: ModelGraph, nodes: int, builder: str) -> Plan:
@@ -98,8 +98,8 @@ def simulated(plan: Plan, repeats: int, expand: bool) -> dict[str, float]:
     if expand:
         roles = find_roles(plan, {}, fold=False)
         steps = BARRIER_STEPS if plan.mode == "barrier" else DEFERRED_STEPS
-        graph = expand_steps(plan, Costs(), roles, steps).graph()
-        result.update(tasks=len(graph), edges=graph.edge_count, steps=steps)
+        graph = ExpandedSteps(plan, Costs(), roles, steps).graph()
+        result.update(tasks=len(graph), edges=len(graph.successor), steps=steps)
 
     def work() -> None:
         result["predicted_step_seconds"] = simulate(plan, expand=expand, memory=False).iteration_time

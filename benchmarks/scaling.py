@@ -5,7 +5,7 @@
 Nothing here ran on so many devices. What goes in:
 
 - compute: what the model took on an accelerator in bf16, carried over to the cluster's device
-  (`results/accelerator.json`, offbeat.cost.accelerator). A model that is not in that file takes its roofline times
+  (`results/accelerator.json`, accelerator_times.py). A model that is not in that file takes its roofline times
   measured step / roofline of a model of its family (`results/gpu_overhead.json`). Either is proportional to samples,
   which is the best case for small batches.
 - network: an all-reduce takes the faster of a ring and a tree for DDP's 25 MiB buckets. The ring is the cluster's
@@ -31,16 +31,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerator_times import AcceleratorTimes, on_device, roofline_seconds
+
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec, Node
-from offbeat.cost.accelerator import AcceleratorTimes, on_device, roofline_seconds
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.cost.tables import closed_form
 from offbeat.graph import ModelGraph, Operator
 from offbeat.plan import lower
-from offbeat.search.optimize import search
-from offbeat.search.oracle import Oracle
-from offbeat.search.pace_strategy import pace_strategy
+from offbeat.search.optimize import predict, search
+from offbeat.search.pace.strategy import pace_strategy
 from offbeat.simulate import simulate
 from offbeat.strategy import Strategy, build_strategy
 
@@ -152,7 +152,7 @@ class Scene:
 
     def folded_seconds(self, graph: ModelGraph, strategy: Strategy) -> float:
         """The step, on one node that stands for all."""
-        return Oracle(graph, self.node, self.folded).seconds(strategy)
+        return predict(graph, self.node, self.folded, strategy)
 
     def replay(self, graph: ModelGraph, strategy: Strategy) -> float:
         """The step, from the plan of the whole cluster."""
@@ -167,7 +167,7 @@ def measure(graph: ModelGraph, scene: Scene, samples: float, usual: int) -> dict
     shrunk = graph.with_seconds({name: value * last / usual for name, value in seconds.items()})
     earlier = sum(seconds.values()) * (samples - last) / usual
     alone = scene.node.subset(1)
-    compute = Oracle(shrunk, alone, Costs()).seconds(build_strategy("ddp", shrunk, alone)) + earlier
+    compute = predict(shrunk, alone, Costs(), build_strategy("ddp", shrunk, alone)) + earlier
     ddp = scene.folded_seconds(shrunk, build_strategy("ddp", shrunk, scene.node))
     search_took, best = timed(lambda: pace_strategy(shrunk, scene.node, scene.folded))
     offbeat = scene.folded_seconds(shrunk, best)

@@ -21,10 +21,12 @@ from offbeat import zoo
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
-from offbeat.search.chain import chain_of
-from offbeat.search.optimize import search
-from offbeat.search.oracle import Oracle, arrays_of
+from offbeat.plan import lower
+from offbeat.search.arrange import arrangement_of
+from offbeat.search.optimize import predict, search
 from offbeat.simulate import simulate
+from offbeat.simulate.fast.arrays import arrays_of
+from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.strategy import build_strategy
 
 MODELS = ("vgg16", "resnet50", "inception_v3", "bert_base")
@@ -62,29 +64,27 @@ def per_call(call: Callable[[], Any], repeats: int) -> float:
 
 def evaluations(graph: ModelGraph, cluster: ClusterSpec) -> dict[str, float]:
     """Processor seconds to judge one candidate: PACE-like groups, everything else as in the search."""
-    oracle = Oracle(graph, cluster, Costs())
     strategy = build_strategy("ddp", graph, cluster)
-    plan = oracle.plan(strategy)
-    arrays, chain = arrays_of(plan, Costs()), chain_of(plan, Costs())
+    plan = lower(graph, cluster, strategy)
+    arrays, gradients = arrays_of(plan, Costs()), gradients_of(plan, Costs())
     assert arrays is not None
-    assert chain is not None
-    state = chain.state_of(strategy)
+    assert gradients is not None
+    present = arrangement_of(gradients, strategy)
     return {
-        "kernel": per_call(lambda: chain.seconds(state), 200),
+        "kernel": per_call(lambda: gradients.seconds(present), 200),
         "oracle": per_call(arrays.seconds, 200),
-        "lower_and_oracle": per_call(lambda: oracle.seconds(strategy), 3),
-        "lower_and_replay": per_call(lambda: simulate(oracle.plan(strategy), Costs(), memory=False), 3),
+        "lower_and_oracle": per_call(lambda: predict(graph, cluster, Costs(), strategy), 3),
+        "lower_and_replay": per_call(lambda: simulate(lower(graph, cluster, strategy), Costs(), memory=False), 3),
         "lower_and_replay_all_ranks": per_call(
-            lambda: simulate(oracle.plan(strategy), Costs(), memory=False, fold=False), 1
+            lambda: simulate(lower(graph, cluster, strategy), Costs(), memory=False, fold=False), 1
         ),
     }
 
 
 def measure(name: str, cluster: ClusterSpec, limit: float, ablate: bool) -> dict[str, Any]:
     captured, graph = timed(lambda: zoo.capture(name))
-    oracle = Oracle(graph, cluster, Costs())
     spent, best = timed(lambda: search(graph, cluster, time_limit=limit))
-    ddp = oracle.seconds(build_strategy("ddp", graph, cluster))
+    ddp = predict(graph, cluster, Costs(), build_strategy("ddp", graph, cluster))
     row: dict[str, Any] = {
         "operators": len(graph.operators),
         "tensors": len(graph.gradient_order),

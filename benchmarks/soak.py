@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -136,9 +137,9 @@ def resources() -> dict[str, int]:
 
 
 def needs(model: Any) -> dict[str, int]:
-    """What the present plan needs: its process groups, and the threads of each."""
-    runtime = model._offbeat
-    return {"groups": len(runtime.engine.channels.channels), "in_flight": runtime.plan.strategy.schedule.in_flight}
+    """What the plans so far need: process groups, which stay open for the next plan, and their threads."""
+    opened = model._offbeat.opened
+    return {"groups": len(opened), "in_flight": sum(in_flight for _, _, in_flight in opened)}
 
 
 def save(folder: Path, rank: int, step: int, model: Any, optimizer: Any, losses: list[float]) -> None:
@@ -208,9 +209,9 @@ def soak(steps: int, kills: int, seed: int) -> dict[str, Any]:
         "killed": events.killed,
         "bandwidth_changes": events.changes,
         "late_steps": late,
-        "plans_kept": log.count("offbeat keeps '"),
-        "plans_given_up": log.count("offbeat goes back"),
-        "searches_begun_again": log.count("offbeat plans again"),
+        "plans_kept": len(re.findall(r"step \d+: keeps '.*before,", log)),
+        "plans_given_up": log.count(": gives up '"),
+        "searches_begun_again": log.count(": plans again: "),
         "largest_loss_difference": same,
         "loss_tolerance": LOSS_TOLERANCE,
         "memory_tolerance_bytes": MEMORY_TOLERANCE_BYTES,

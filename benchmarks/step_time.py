@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import Theft, enough, quietest
+from quiet import CpuSteal, enough, quietest
 
 DDP_BUCKETS_MIB = (0.25, 0.5, 1, 2, 4, 8, 16, 25)
 REGIMES = {"network-bound": 1.6, "balanced": 1.0, "compute-bound": 0.4}
@@ -101,8 +101,10 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
 
 def best_schedule(model: str, compute: float, network: float) -> float:
     """The shortest step that any order of slices allows, if the link carries all in `network` and updates are free."""
+    from pace_jobs import jobs_of
+
     from offbeat.search.auto.trials import with_compute_seconds
-    from offbeat.search.pace import jobs_of, preemptive_schedule
+    from offbeat.search.pace import preemptive_schedule
 
     # At such peaks updates, the only operators without a time of their own, take none.
     jobs = jobs_of(with_compute_seconds(captured(model), compute / 3, compute * 2 / 3), 1e30, 1e30)
@@ -123,7 +125,7 @@ def build(model: str, paced: bool, step_seconds: float = PACED_STEP_SECONDS):
     name, options = MODELS[model]
     torch.manual_seed(0)
     if paced:
-        from offbeat.emulate.paced import PacedModel
+        from paced import PacedModel
 
         built = PacedModel.from_graph(captured(model), step_seconds / 3, step_seconds * 2 / 3)
         return built, (torch.ones(1),)
@@ -224,9 +226,9 @@ def work(case: dict) -> None:
         if finish:
             finish()
     busy: dict[str, list[float]] = {}
-    blocks, theft = alternate(variants, case["blocks"], case["steps"], busy)
+    blocks, steal = alternate(variants, case["blocks"], case["steps"], busy)
     if dist.get_rank() == 0:
-        print(json.dumps({"tried_ms": tried, **summary(blocks, busy), "stolen": theft}), flush=True)
+        print(json.dumps({"tried_ms": tried, **summary(blocks, busy), "stolen": steal}), flush=True)
     dist.barrier()
 
 
@@ -241,21 +243,21 @@ def alternate(
 
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     order = list(variants)
-    whole = Theft()
+    whole = CpuSteal()
     while not enough(measured, count):
         for name in order:
             step, finish = variants[name]
             dist.barrier()
             # Two steps fill the pipeline, so that the clock starts and stops with one step's updates outstanding.
             timed(step, 2)
-            theft, begin = Theft(), time.perf_counter()
+            steal, begin = CpuSteal(), time.perf_counter()
             timed(step, steps)
             seconds = (time.perf_counter() - begin) / steps
             if busy is not None:
-                busy.setdefault(name, []).append(theft.busy_seconds() / steps)
+                busy.setdefault(name, []).append(steal.busy_seconds() / steps)
             if finish:
                 finish()
-            measured[name].append((theft.agreed_share(), seconds))
+            measured[name].append((steal.agreed_share(), seconds))
         order = [*order[1:], order[0]]
     return {name: quietest(pairs, count) for name, pairs in measured.items()}, round(whole.share(), 4)
 

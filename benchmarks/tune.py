@@ -127,15 +127,15 @@ def run_case(model: str, name: str, options) -> list[dict]:
 def least_seconds(graph, cluster) -> float:
     """The bound of every step in which all replicas update everything, wherever messages are cut and in any order."""
     from offbeat.plan import lower
-    from offbeat.runtime.channel import known_costs
+    from offbeat.runtime.comm import known_costs
     from offbeat.search.anneal import bound
-    from offbeat.search.chain import chain_of
+    from offbeat.simulate.fast.gradients import gradients_of
     from offbeat.strategy import build_strategy
 
     plan = lower(graph, cluster, build_strategy("wfbp", graph, cluster))
-    chain = chain_of(plan, known_costs("gloo", cluster.world_size))
-    assert chain is not None
-    return bound(chain, barrier=False)
+    gradients = gradients_of(plan, known_costs("gloo", cluster.world_size))
+    assert gradients is not None
+    return bound(gradients, barrier=False)
 
 
 def trial_maker(model: str, name: str, graph, cluster, options, stack: ExitStack):
@@ -183,9 +183,9 @@ def search(graph, cluster, run, guide: str, baseline_seconds: float | None, opti
 def search_in(store, name: str, graph, cluster, run, options, **more):
     """A search of that name; its guide is what stands before a blank in it."""
     from offbeat.cost.measured import Costs
-    from offbeat.runtime.channel import known_costs
+    from offbeat.runtime.comm import known_costs
     from offbeat.search.auto.tune import Options, tune
-    from offbeat.simulate.learned.samples import Schedule
+    from offbeat.simulate.learned.features import TrainingSchedule
 
     # The builder's second run is one more than the finalists'.
     again = 0 if options.transfer else min(FINALISTS, (options.trials - 2) // 2)
@@ -196,7 +196,7 @@ def search_in(store, name: str, graph, cluster, run, options, **more):
         search=name,
         seed=options.seed,
         candidates=options.candidates,
-        schedule=Schedule(epochs=20) if options.quick else Schedule(),
+        schedule=TrainingSchedule(epochs=20) if options.quick else TrainingSchedule(),
         **more,
     )
     # Real trials use gloo; of the sites of replayed ones nobody is told.
@@ -267,7 +267,7 @@ def searched(model: str, name: str, earlier: tuple[str, str] | None, options) ->
     graph, cluster = make_graph(model), make_cluster(name)
     with tempfile.TemporaryDirectory() as folder, TrialStore(Path(folder) / "t.sqlite") as store, ExitStack() as stack:
         if earlier is not None:
-            store.add_many(make_graph(earlier[0]), make_cluster(earlier[1]), searched(*earlier, None, options))
+            store.add(make_graph(earlier[0]), make_cluster(earlier[1]), *searched(*earlier, None, options))
         run = trial_maker(model, name, graph, cluster, options, stack)
         _SEARCHED[key] = list(search_in(store, "combined", graph, cluster, run, options).trials)
     return _SEARCHED[key]
@@ -291,9 +291,8 @@ def confirm(run, by_hand: list, winners: dict, rounds: int) -> tuple:
 
 def highest_speedup(graph, cluster, site) -> float:
     """Of the best tuned builder's time over the best found by replaying the site itself, without noise."""
-    from offbeat.search.auto.neighbours import vary
+    from offbeat.search.auto.neighbours import starting_strategies, vary
     from offbeat.search.auto.sampler import Sampler
-    from offbeat.search.auto.starts import starting_strategies
 
     sampler = Sampler(graph, cluster)
     built = tuned_builders(graph, cluster, quick=False)

@@ -1,13 +1,15 @@
 """The public verbs that wire several stages together."""
 
+import contextlib
 import os
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
@@ -15,7 +17,7 @@ from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
-from offbeat.runtime.channel import Channel
+from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
 from offbeat.runtime.sharded import ShardedRuntime
@@ -25,6 +27,8 @@ NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 """Set by `offbeat run`: what "auto" stands for in this job."""
+CALLED_VARIABLE = "OFFBEAT_CALLED"
+"""Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
 MAX_BUCKET_BYTES = 25 * 2**20
 
@@ -38,6 +42,10 @@ def distribute(
     loss_fn: Any = None,
     cluster: ClusterSpec | None = None,
     timeout: timedelta | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    find_unused_parameters: bool | None = None,
+    quiet: bool = False,
 ) -> tuple[torch.nn.Module, Optimizer]:
     """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
 
@@ -47,26 +55,40 @@ def distribute(
     (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
     objects.
 
+    A job with parallelism of its own passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
+    dimension. With `find_unused_parameters` ranks ask each other in every step which parameters none of them used; by
+    default they do if the first step leaves some out. `quiet` keeps the decisions of "auto" off rank 0's terminal, as
+    the variable OFFBEAT_QUIET does; `model.offbeat.summary()` has them all the same.
+
     A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
     whole output on every rank (`offbeat.runtime.sharded`).
     """
+    _note_call()
+    _check_model(model)
+    _check_optimizer(optimizer)
+    _check_timeout(timeout)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
-    world = dist.get_world_size()
-    cluster = cluster or _this_cluster(world)
-    if cluster.world_size != world:
-        raise OffbeatError(f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world} ranks")
+    world = torch_world(_group(process_group, device_mesh))
+    cluster = cluster or _this_cluster(world.global_ranks())
+    if cluster.world_size != world.size:
+        raise OffbeatError(
+            f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
+        )
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
-    chosen = resolve_strategy(strategy, graph, cluster)
+    chosen = resolve_strategy(strategy, graph, cluster, world)
     if chosen.operators:
+        if world.size != dist.get_world_size():
+            raise OffbeatError("a strategy that splits operators runs on the whole job, not on a process_group")
         if example_inputs is not None:
             check_fits(chosen, graph, cluster)
         ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
         return model, optimizer
-    plan = lower(graph, cluster, chosen, rank=dist.get_rank())
-    runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10))
-    if strategy == "auto" and world > 1 and next(model.parameters()).device.type == "cpu":
+    plan = lower(graph, cluster, chosen, rank=world.rank)
+    runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
+    runtime.quiet = quiet
+    if strategy == "auto" and world.size > 1 and next(model.parameters()).device.type == "cpu":
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 
@@ -74,10 +96,67 @@ def distribute(
     return model, optimizer
 
 
-def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
-    """A Strategy from whatever a user may pass for one."""
+def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group that the user names; None for the whole job."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise OffbeatError("distribute: pass process_group or device_mesh, not both")
+    if device_mesh.ndim != 1:
+        names = device_mesh.mesh_dim_names or tuple(range(device_mesh.ndim))
+        raise OffbeatError(
+            f"distribute: device_mesh has {device_mesh.ndim} dimensions {list(names)}; pass the data-parallel one, as "
+            f"in mesh[{names[0]!r}]"
+        )
+    return device_mesh.get_group()
+
+
+def _note_call() -> None:
+    """Tells `offbeat run` that the script has come here."""
+    told = os.environ.get(CALLED_VARIABLE)
+    if told:
+        with contextlib.suppress(OSError):
+            Path(told).touch()
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Refuses a model that no strategy can train."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise OffbeatError(
+            f"distribute: model {type(model).__name__} has no trainable parameter; pass one with parameters that "
+            f"require gradients"
+        )
+    devices = sorted({str(parameter.device) for parameter in trained})
+    if len(devices) > 1:
+        raise OffbeatError(
+            f"distribute: model {type(model).__name__} has parameters on {' and '.join(devices)}; move it to one device"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that distributes itself."""
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise OffbeatError(
+            "distribute: optimizer is a ZeroRedundancyOptimizer, which spreads its state over ranks itself; pass the "
+            "optimizer that it wraps, and strategy='sharded' to have each rank keep a part of the state"
+        )
+
+
+def _check_timeout(timeout: timedelta | None) -> None:
+    if timeout is not None and timeout <= timedelta(0):
+        raise OffbeatError(f"distribute: timeout must be longer than zero, got {timeout}")
+
+
+def resolve_strategy(
+    strategy: str | os.PathLike[str] | Strategy,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    world: TorchWorld | None = None,
+) -> Strategy:
+    """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
     if isinstance(strategy, str) and strategy == "auto":
-        return _starting_strategy(graph, cluster)
+        return _starting_strategy(graph, cluster, world or torch_world())
     if isinstance(strategy, str) and strategy in builders():
         return build_strategy(strategy, graph, cluster)
     if not isinstance(strategy, Strategy):
@@ -88,13 +167,13 @@ def resolve_strategy(strategy: str | os.PathLike[str] | Strategy, graph: ModelGr
     return strategy.model_copy(update={"cluster": ""})
 
 
-def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
+def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
     """A plan fit for the link as it is measured now: overlapped into the next forward where the network takes time.
 
     A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
     short enough that there are some to choose from.
     """
-    seconds, seconds_per_byte = measure_link()
+    seconds, seconds_per_byte = measure_link(world)
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
@@ -102,13 +181,11 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
 
 
-def measure_link() -> tuple[float, float]:
-    """(seconds per all-reduce, seconds per byte) of the whole job, the same on every rank."""
-    if dist.get_world_size() == 1:
+def measure_link(world: TorchWorld) -> tuple[float, float]:
+    """(seconds per all-reduce, seconds per byte) of a job, the same on every rank."""
+    if world.size == 1:
         return 0.0, 0.0
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    everyone = tuple(range(dist.get_world_size()))
-    return fit_link(Channel(_get_default_group()._get_backend(device), everyone, dist.get_rank()), device)
+    return fit_link(world.default_channel(), world.device)
 
 
 def join_job(timeout: timedelta | None = None) -> None:
@@ -129,9 +206,10 @@ def join_job(timeout: timedelta | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _this_cluster(world: int) -> ClusterSpec:
+def _this_cluster(ranks: list[int]) -> ClusterSpec:
     """The job's ranks as far as the launcher tells: so many on each node."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
-    if 0 < local < world and world % local == 0:
-        return ClusterSpec.homogeneous(nodes=world // local, devices_per_node=local)
-    return ClusterSpec.local(world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0) or len(ranks)
+    sizes = [len(list(members)) for _, members in groupby(rank // local for rank in ranks)]
+    if len(sizes) > 1 and len(set(sizes)) == 1:
+        return ClusterSpec.homogeneous(nodes=len(sizes), devices_per_node=sizes[0])
+    return ClusterSpec.local(len(ranks))

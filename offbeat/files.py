@@ -1,7 +1,7 @@
 """A path → validated data; data → a file that is either whole or absent.
 
-Every file a person may write or exchange passes through here, so that a bad one gives one sentence that names the
-file, the field and the value.
+Every file that users write or exchange passes through here, so that a bad one gives one sentence that names the file,
+the field and the value.
 """
 
 import hashlib
@@ -9,6 +9,8 @@ import json
 import math
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from offbeat.units import quote
 MAX_BYTES = 256 * 2**20
 # People write YAML, programs write JSON; YAML takes seconds per 10 MiB to parse.
 MAX_YAML_BYTES = 32 * 2**20
-# Parsed, a value takes up to 230 bytes; so many stay below a gigabyte, and no file of ours comes near.
+# A parsed value takes up to 230 bytes, so this many stay below a gigabyte; no file of Offbeat comes near.
 MAX_VALUES = 4_000_000
 _MAX_NESTING = 100
 _PHRASES = {
@@ -38,6 +40,7 @@ _PHRASES = {
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
     """The file's content, or one sentence saying why there is none."""
+    _check_path(path, what)
     try:
         with open(path, "rb") as stream:
             # Not by the file's size: a pipe or a device has none and may never end.
@@ -66,24 +69,19 @@ def parse_json(content: bytes | str, origin: str, what: str) -> Any:
 
 
 def check_values(content: bytes | str, origin: str, what: str) -> None:
-    """Refuses JSON that would take more memory than a file of its size should: millions of empty lists, say."""
-    if len(content) <= MAX_VALUES:
-        return
-    if isinstance(content, str):
-        count = sum(content.count(mark) for mark in ",[{")
-    else:
-        count = sum(content.count(mark) for mark in (b",", b"[", b"{"))
-    if count > MAX_VALUES:
+    """Refuses JSON with so many values, such as empty lists, that they would take far more memory than the file."""
+    _check_text(content, origin, what)
+    marks: Any = ",[{" if isinstance(content, str) else (b",", b"[", b"{")
+    if len(content) > MAX_VALUES and sum(content.count(mark) for mark in marks) > MAX_VALUES:
         raise OffbeatError(f"{origin}: not a {what}: it has more than {MAX_VALUES} values")
 
 
-def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
-    """Parsed YAML of any shape, without aliases, so that a small file cannot grow into a large value."""
-    return parse_yaml(read_bytes(path, what), str(path), what)
-
-
 def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
-    """Parsed YAML of any shape, without aliases, tags or repeated keys; the error names `origin`."""
+    """Parsed YAML of any shape, without tags, repeated keys or aliases, which let a small file grow into a large value.
+
+    The error names `origin`.
+    """
+    _check_text(content, origin, what)
     if len(content) > MAX_YAML_BYTES:
         raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
     try:
@@ -98,6 +96,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
 
 def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> None:
     """Writes the whole file or none of it."""
+    _check_path(path, what)
     target = Path(path)
     temporary = target.parent / f".{target.name[:32]}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -116,10 +115,30 @@ def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> Non
         raise OffbeatError(f"{_name(path)}: cannot write the {what}: {_reason(error)}") from None
 
 
+def _check_path(path: object, what: str) -> None:
+    # A number would be taken for an open file.
+    if not isinstance(path, str | os.PathLike):
+        raise OffbeatError(f"{what}: the path of its file must be a text or a path, got {quote(path)}")
+
+
+def _check_text(content: object, origin: str, what: str) -> None:
+    if not isinstance(content, str | bytes):
+        raise OffbeatError(f"{origin}: a {what} is read from text or bytes, got {quote(content)}")
+
+
 def digest(content: Any) -> str:
     """Sixteen hex digits that are equal for equal JSON values."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def problems_named(origin: str, kind: type[OffbeatError] = OffbeatError) -> Iterator[None]:
+    """Inside, what pydantic finds wrong becomes one sentence that begins with `origin`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise kind(f"{origin}: {first_problem(error)}") from None
 
 
 def first_problem(error: ValidationError) -> str:

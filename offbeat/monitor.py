@@ -2,32 +2,35 @@
 
     monitor = offbeat.Monitor(model, every=20, tensorboard="runs/")
 
-A step lasts from one training forward to the first one after an optimizer's step, so whatever is between two steps
-counts as well. Communication is exposed while this rank stands still for it. Offbeat's engine tells of its waits in
-the last steps of each period only, because being told of every collective costs something; DDP's own counters are read
-once per period. Of other jobs the step time alone is known. Only rank 0 looks and speaks.
+A step lasts from one training forward to the first one after an optimizer's step, so work between two steps counts as
+well. Communication is exposed while this rank waits for it. Offbeat's engine reports its waits in the last steps of
+each period only, because reporting every collective has a cost; DDP's own counters are read once per period. For other
+jobs only the step time is known. Only rank 0 measures and prints.
 """
 
 import logging
 import os
+import sys
 import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from types import TracebackType
 from typing import Any, Literal, TextIO
 
 import orjson
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.text import Text
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
 from offbeat.plan import Task
 from offbeat.timeline import Kind, Timeline
 from offbeat.timeline.observer import covered
+from offbeat.torch_private import ddp_counters, sample_ddp
 from offbeat.units import format_seconds, quote
 
 log = logging.getLogger("offbeat")
@@ -35,24 +38,22 @@ log = logging.getLogger("offbeat")
 SAMPLED_STEPS = 2
 """Steps of each period in which the engine reports to the monitor."""
 STEADY_STEPS = 10
-"""The engine rebuilds its order after steps 4 and 8; a recording begins after so many steps with one plan."""
+"""Steps with one plan before a recording begins: the engine rebuilds its order after steps 4 and 8."""
 RECORDED_STEPS = 5
-MUCH_EXPOSED = 0.2
-"""Share of a step from which exposed communication is shown in colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one period of steps showed; None where it is not known."""
+    """Measurements over one period of steps; None where unknown."""
 
     step: int
     """Steps since the monitor began."""
     step_seconds: float
     """Median over the period."""
     exposed_seconds: float | None = None
-    """Per step, in which this rank waited for communication."""
+    """Time per step in which this rank waited for communication."""
     network_seconds: float | None = None
-    """Per step, in which a collective of this rank was under way."""
+    """Time per step in which a collective of this rank was under way."""
     predicted_seconds: float | None = None
     strategy: str = ""
 
@@ -77,14 +78,15 @@ def describe(reading: Reading) -> str:
     return "offbeat  " + ", ".join(parts)
 
 
-class Monitor:
-    """Watches `model` until `close()`; make it on every rank, after `distribute` or DDP, before training.
+class Monitor(AbstractContextManager["Monitor"]):
+    """Watches `model` until `close()`; construct it on every rank, after `distribute` or DDP and before training.
 
-    `predicted` is what a step should take: seconds, a Timeline of `offbeat.simulate`, or "measure", with which rank 0
-    records a few steps in place and replays them, once per plan (that takes seconds, and Offbeat's engine).
-    `readings` keeps what was shown.
+    `predicted` is the expected step time: seconds, a Timeline of `offbeat.simulate`, or "measure", with which rank 0
+    records a few steps of Offbeat's engine and replays them, once per plan; that takes seconds. `readings` keeps what
+    was shown.
     """
 
+    @checked
     def __init__(
         self,
         model: torch.nn.Module,
@@ -94,12 +96,16 @@ class Monitor:
         predicted: float | Timeline | Literal["measure"] | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
+        if every < 1:
             raise OffbeatError(f"every: {quote(every)} is not a number of steps, 1 or more")
         self.model = model
         self.every = every
         self.measures = predicted == "measure"
-        self.predicted_seconds = _seconds(predicted)
+        if isinstance(predicted, Timeline):
+            predicted = predicted.iteration_time
+        elif isinstance(predicted, float | int) and not predicted > 0:
+            raise OffbeatError(f"predicted: {quote(predicted)} is not a number of seconds above 0")
+        self.predicted_seconds = None if predicted is None or predicted == "measure" else float(predicted)
         self.readings: list[Reading] = []
         self.steps = 0
         self.spent_seconds = 0.0
@@ -107,44 +113,41 @@ class Monitor:
         self._seconds: list[float] = []
         self._since = 0.0
         self._made = 0
-        """Steps of optimizers, where Offbeat's engine does not count them."""
+        """Optimizer steps of jobs without Offbeat's engine, which counts its own."""
         self._counted: tuple[int, int] | None = None
         self._sample = _Sample()
-        self._prediction: _Prediction | None = None
+        self._measured: Any = None
+        """The engine whose step is predicted."""
+        self._measuring: Generator[None, None, None] | None = None
         self._handles: list[Any] = []
-        self._writer = None
+        self._writer: Any = None
+        self._stream = stream or sys.stderr
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return
-        self._writer = None if tensorboard is None else _tensorboard(tensorboard)
-        self._console = Console(file=stream, stderr=stream is None, highlight=False, soft_wrap=True)
+        if tensorboard is not None:
+            self._writer = _tensorboard(tensorboard)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, prepend=True),
             register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
         if isinstance(model, DistributedDataParallel):
-            model._set_ddp_runtime_logging_sample_rate(every)
+            sample_ddp(model, every)
 
     def close(self) -> None:
         """Stops watching."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._detach()
-        if self._prediction is not None:
-            self._prediction.stop()
+        if self._engine is not None:
+            self._sample.end(self._engine, 0.0)
+        if self._measuring is not None:
+            self._measuring.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def __enter__(self) -> "Monitor":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    # The ends of steps
 
     @property
     def _engine(self) -> Any:
@@ -180,17 +183,14 @@ class Monitor:
             self._seconds.clear()
         if engine is None:
             return
-        if self.measures:
-            self._keep_prediction(engine)
+        if self.measures and engine is not self._measured:
+            if self._measuring is not None:
+                self._measuring.close()
+            self._measured, self.predicted_seconds = engine, None
+            self._measuring = self._measure(self.model._offbeat)
+            engine.step_hooks.append(partial(next, self._measuring, None))
         if place >= self.every - SAMPLED_STEPS:
             self._sample.begin(engine)
-
-    def _detach(self) -> None:
-        engine = self._engine
-        if engine is not None:
-            self._sample.end(engine, 0.0)
-
-    # What is known of them
 
     def _reading(self, engine: Any) -> Reading:
         exposed, network, strategy = None, None, ""
@@ -203,24 +203,27 @@ class Monitor:
             strategy = "DDP"
         return Reading(self.steps, seconds, exposed, network, self.predicted_seconds, strategy)
 
-    def _keep_prediction(self, engine: Any) -> None:
-        """Starts a recording for every plan that has run for a while, and takes over what comes of it."""
-        prediction = self._prediction
-        if prediction is None or prediction.engine is not engine:
-            if prediction is not None:
-                prediction.stop()
-            self.predicted_seconds = None
-            self._prediction = _Prediction(self.model._offbeat)
-        elif prediction.seconds is not None:
-            self.predicted_seconds = prediction.seconds
+    def _measure(self, runtime: Any) -> Generator[None, None, None]:
+        """Records steps of this rank once its plan has settled, resumed after each step, and predicts from them."""
+        from offbeat.profile.recorder import MemoryRecorder
+
+        for _ in range(STEADY_STEPS):
+            yield
+        while runtime.engine.reports.observer is not None:
+            yield
+        recorder = MemoryRecorder()
+        # One rank alone compares its clock with nobody's.
+        recorder._tick = list  # type: ignore[method-assign]
+        with recorder:
+            while recorder.steps <= RECORDED_STEPS:
+                yield
+                recorder.step()
+            yield
+        self.predicted_seconds = _predict(runtime, recorder.lines)
 
     def _show(self, reading: Reading) -> None:
         self.readings.append(reading)
-        line = Text(describe(reading))
-        if reading.exposed_seconds is not None and reading.exposed_seconds > MUCH_EXPOSED * reading.step_seconds:
-            line.highlight_regex(r"exposed communication [^,]*", "yellow")
-        line.highlight_regex(r"step \d+: [^,]*", "bold")
-        self._console.print(line)
+        print(describe(reading), file=self._stream, flush=True)
         if self._writer is not None:
             for name in ("step_seconds", "exposed_seconds", "network_seconds", "predicted_seconds", "prediction_error"):
                 value = getattr(reading, name)
@@ -229,29 +232,29 @@ class Monitor:
 
 
 class _Sample:
-    """The engine's observer in the sampled steps: see `offbeat.timeline.observer`."""
+    """Observes the engine in the sampled steps, as `offbeat.timeline.observer` has it."""
 
     def __init__(self) -> None:
         self.waited = 0.0
         self.sent: list[tuple[float, float]] = []
         self.seconds = 0.0
-        """Of the observed steps together."""
+        """Length of the observed steps together."""
 
     def begin(self, engine: Any) -> None:
-        """The step that begins is observed, unless a recorder observes it."""
-        if engine.observer is None:
-            engine.observer = self
+        """Observes the step that begins, unless a recorder does."""
+        if engine.reports.observer is None:
+            engine.reports.observer = self
 
     def end(self, engine: Any, seconds: float) -> None:
-        """The step has ended, after so long."""
-        if engine.observer is self:
-            engine.observer = None
+        """Ends the observed step, which took so long."""
+        if engine.reports.observer is self:
+            engine.reports.observer = None
             self.seconds += seconds
 
     def take(self, step_seconds: float) -> tuple[float | None, float | None]:
-        """Seconds of a usual step in which this rank waited, and in which something was under way; starts over.
+        """Seconds of a step in which this rank waited, and in which a collective was under way; starts over.
 
-        Observed steps may have been longer than the usual one, so their shares count.
+        They are scaled to `step_seconds`, because observed steps may be longer than others.
         """
         waited, sent, seconds = self.waited, self.sent, self.seconds
         self.waited, self.sent, self.seconds = 0.0, [], 0.0
@@ -267,86 +270,27 @@ class _Sample:
             self.waited += end - start
 
 
-class _Prediction:
-    """Records some steps of this rank in place, once the plan has settled, and replays them."""
-
-    def __init__(self, runtime: Any) -> None:
-        self.runtime = runtime
-        self.engine = runtime.engine
-        self.seconds: float | None = None
-        self.recorder: Any = None
-        self.waiting = STEADY_STEPS
-        self.engine.step_hooks.append(self._after_step)
-
-    def _after_step(self) -> None:
-        if self.waiting > 0:
-            self.waiting -= 1
-        elif self.recorder is None:
-            if self.engine.observer is None:
-                self.recorder = _local_recorder()
-                self.recorder.__enter__()
-        elif self.recorder.steps <= RECORDED_STEPS:
-            self.recorder.step()
-        else:
-            lines = self.stop()
-            self.seconds = _predict(self.runtime, lines)
-
-    def stop(self) -> list[dict[str, Any]]:
-        """Ends the recording; returns its lines."""
-        if self._after_step in self.engine.step_hooks:
-            self.engine.step_hooks.remove(self._after_step)
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
-            return []
-        # As after an error: a recording that is cut short says nothing, and asks no other rank for its clock.
-        recorder.__exit__(InterruptedError, InterruptedError(), None)
-        return recorder.lines
-
-
-def _local_recorder() -> Any:
-    """A recorder that takes no part of other ranks: only this one records."""
-    from offbeat.profile.recorder import MemoryRecorder
-
-    class LocalRecorder(MemoryRecorder):
-        def _tick(self) -> list[tuple[int, float, float]]:
-            return []
-
-    return LocalRecorder()
-
-
 def _predict(runtime: Any, lines: list[dict[str, Any]]) -> float | None:
-    """Seconds of a step with the present plan, by replay of what was recorded; None if it cannot be replayed."""
-    # Replay loads a compiler, which a job that asks for no prediction need not wait for.
+    """Seconds of a step with the present plan, by replay of the recording; None if it cannot be replayed."""
+    # Imported here because replay loads a compiler.
     from offbeat.profile.measure import profile_in_place
-    from offbeat.search.candidates import predict
+    from offbeat.simulate import step_seconds
 
-    strategy, retimer = runtime.plan.strategy, runtime.retimer
+    retimer = runtime.retimer
     link = None if retimer is None else (retimer.latency, retimer.per_byte)
     try:
         recorded = [orjson.loads(orjson.dumps(lines))]
-        profile = profile_in_place(recorded, link, len(runtime.plan.replicas), strategy, runtime.plan.graph)
-        mode = runtime.engine.wanted_mode
-        fixed = profile.strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": mode})})
-        return predict(profile.graph, profile.cluster, profile.costs, fixed)
+        profile = profile_in_place(recorded, link, len(runtime.plan.replicas), runtime.plan.graph)
+        return step_seconds(profile.plan, profile.costs)
     except Exception as error:
         # A job must not end because it could not be predicted.
         log.warning("offbeat shows no prediction, because the recorded steps cannot be replayed: %s", error)
         return None
 
 
-def _seconds(predicted: float | Timeline | str | None) -> float | None:
-    if predicted is None or predicted == "measure":
-        return None
-    if isinstance(predicted, Timeline):
-        return predicted.iteration_time
-    if isinstance(predicted, bool) or not isinstance(predicted, (int, float)) or not predicted > 0:
-        raise OffbeatError(f"predicted: {quote(predicted)} is neither seconds, a Timeline nor 'measure'")
-    return float(predicted)
-
-
 def _ddp_counters(model: DistributedDataParallel) -> tuple[float | None, float | None]:
-    """(exposed, under way) seconds per step, as DDP's reducer has timed some steps; it counts nanoseconds."""
-    data = model._get_ddp_logging_data()
+    """(exposed, under way) seconds per step by the nanosecond counters of DDP's reducer."""
+    data = ddp_counters(model)
     sent, hidden = (data.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
     return (max(0, sent - hidden) / 1e9, sent / 1e9) if sent else (None, None)
 

@@ -12,14 +12,15 @@ from typing import Any
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+from offbeat.profile.source import load_recording
 from offbeat.report import write_report
 from offbeat.report.live import Session
-from offbeat.report.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-sys.path.insert(0, str(ROOT / "tests" / "browser"))
+sys.path[:0] = [str(ROOT / "tests" / "browser"), str(ROOT / "tests" / "shared")]
 from conftest import CHROMIUM, DRIVER, OPTIONS  # noqa: E402 - the tests' browser is the one to show pages with
+from live_server import serving  # noqa: E402
 
 
 def main(trace: Path) -> None:
@@ -32,7 +33,7 @@ def main(trace: Path) -> None:
         browser = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
         try:
             report = Path(folder) / "report.html"
-            write_report(report, trace)
+            write_report(report, load_recording(trace), title=trace.name)
             shoot(browser, report.as_uri(), "report.png")
             with serving(Session.of_recording(trace)) as server:
                 shoot(browser, server.url, "view.png")

@@ -4,19 +4,8 @@ Each command is a short function in one of the modules below. Everything heavy i
 `offbeat --help` starts without torch.
 """
 
-from offbeat.cli import catalogue, frontier, planning, profiling, reporting, searching, trying, tuning, viewing
+# Importing a module registers its commands; help lists them in this order.
+from offbeat.cli import catalogue, planning, frontier, profiling, report, searching, emulate, demo, doctor, tuning  # noqa: F401, I001
 from offbeat.cli.app import app, main
 
-__all__ = [
-    "app",
-    "catalogue",
-    "frontier",
-    "main",
-    "planning",
-    "profiling",
-    "reporting",
-    "searching",
-    "trying",
-    "tuning",
-    "viewing",
-]
+__all__ = ["app", "main"]

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,13 @@ app = typer.Typer(
 _UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Model = Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")]
+Scale = Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")]
+Cluster = Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")]
+SavedStrategy = Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")]
+Trace = Annotated[Path, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
+Ranks = Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
+Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +72,6 @@ def offbeat(
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    # Others' notes for programmers (deprecations and such) are not about what the user asked for.
+    # Deprecations and the like concern programmers, not users of the command.
     if issubclass(category, UserWarning):
         say(f"warning: {message}")

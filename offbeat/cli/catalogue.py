@@ -1,4 +1,4 @@
-"""offbeat models, clusters and builders: what there is to choose from."""
+"""offbeat models, clusters and builders: lists to choose from."""
 
 import importlib
 import inspect
@@ -27,9 +27,7 @@ def models(
     """List the models of the zoo."""
     from offbeat import zoo
 
-    rows: list[dict[str, Any]] = [{"model": name} for name in zoo.names()]
-    if counts:
-        rows = [_count_parameters(name, scale) for name in zoo.names()]
+    rows = [count_parameters(name, scale) if counts else {"model": name} for name in zoo.names()]
     print_rows(rows, as_json, parameters="{:,}".format)
 
 
@@ -73,7 +71,7 @@ def builders(as_json: Json = False) -> None:
 
 
 def load_cluster(text: str) -> "ClusterSpec":
-    """A cluster from a file, if there is one of that name or the text looks like a path, else from a preset."""
+    """Loads a cluster file if the text is a file or looks like a path, else a preset."""
     from offbeat.cluster import ClusterSpec
 
     path = Path(text)
@@ -82,13 +80,14 @@ def load_cluster(text: str) -> "ClusterSpec":
     return ClusterSpec.preset(text)
 
 
-def _count_parameters(name: str, scale: float) -> dict[str, Any]:
+def count_parameters(name: str, scale: float, batch: int | None = None) -> dict[str, Any]:
+    """The size of a zoo model, which is not allocated."""
     import torch
 
     from offbeat import zoo
 
     with torch.device("meta"):
-        model, example_inputs = zoo.build(name, scale)
+        model, example_inputs = zoo.build(name, scale, batch)
     parameters = list(model.parameters())
     return {
         "model": name,

@@ -1,4 +1,4 @@
-"""The training job of `offbeat demo`: the same steps with DDP and with Offbeat in turn → times and losses.
+"""The training job of `offbeat demo`: the same steps with DDP and with Offbeat, in turn → times and losses.
 
 Runs once per rank in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), like any script of a user.
 """
@@ -6,6 +6,7 @@ Runs once per rank in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, M
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,27 +17,34 @@ import offbeat
 from offbeat import zoo
 
 BATCHES = 4
-FIRST_STEPS = 6
-"""Untimed steps before the first round: DDP rebuilds its buckets, Offbeat measures when gradients become ready."""
+BUCKETS_MB = (1, 2, 4, 8)
+"""Sizes that somebody who tunes DDP would try."""
+TRIAL_STEPS = 5
+WARM_UP_STEPS = 3
+"""DDP rebuilds its buckets after the first step."""
+MOST_SETTLING_STEPS = 250
 FILLING_STEPS = 1
-"""Untimed steps of each round: what they leave on the wire, the first timed step waits for, as later ones do."""
+"""Untimed steps of each round, so that the first timed step waits for earlier traffic as the later ones do."""
+PIECE_BYTES = 2**22
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 TIMEOUT = timedelta(seconds=60)
 
 
 class Job:
-    """One replica that is trained in one way, with what its steps took and gave."""
+    """One replica, trained in one of several ways, with the times and losses of its steps."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, flush: Callable[[], None]) -> None:
-        self.model, self.optimizer, self.flush = model, optimizer, flush
-        self.seconds: list[float] = []
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.seconds: list[list[float]] = []
+        """Of the timed steps, round by round."""
         self.losses: list[float] = []
 
     def train(self, batches: list[Any], untimed: int, timed: int) -> None:
-        """Begins and ends with an idle network, so that the jobs do not disturb each other."""
+        """Trains so many steps; the network is idle before and after, so that the jobs do not disturb each other."""
         dist.barrier()
-        for step in range(untimed + timed):
+        seconds = []
+        for _ in range(untimed + timed):
             batch = batches[len(self.losses) % len(batches)]
             begin = time.perf_counter()
             self.optimizer.zero_grad()
@@ -44,13 +52,15 @@ class Job:
             loss.backward()
             self.optimizer.step()
             self.losses.append(loss.item())
-            if step >= untimed:
-                self.seconds.append(time.perf_counter() - begin)
-        self.flush()
+            seconds.append(time.perf_counter() - begin)
+        if timed:
+            self.seconds.append(seconds[untimed:])
+        flush: Callable[[], None] = getattr(self.model, "flush", lambda: None)
+        flush()
 
 
 def train(model: str, scale: float, batch: int, steps: int, rounds: int) -> dict[str, Any]:
-    """What this rank measured: seconds of the timed steps and losses of all, for DDP and for Offbeat."""
+    """Seconds of the timed steps and losses of all steps on this rank, for every way of training."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
 
     def build(seed: int) -> tuple[torch.nn.Module, Any]:
@@ -58,27 +68,66 @@ def train(model: str, scale: float, batch: int, steps: int, rounds: int) -> dict
         return zoo.build(model, scale, batch)
 
     batches = [build(1 + dist.get_rank() * BATCHES + index)[1] for index in range(BATCHES)]
-    jobs = {"ddp": _with_ddp(build(0)[0]), "offbeat": _with_offbeat(build(0)[0])}
-    for job in jobs.values():
-        job.train(batches, untimed=FIRST_STEPS, timed=0)
+    jobs = {"offbeat": _with_offbeat(build(0)[0])}
+    settled = _settle(jobs["offbeat"], batches)
+    bucket, jobs["best_ddp"] = _best_ddp(lambda: build(0)[0], batches)
+    jobs |= {"ddp": _with_ddp(build(0)[0], None), "compute": _alone(build(0)[0])}
+    for name in ("ddp", "compute"):
+        jobs[name].train(batches, untimed=WARM_UP_STEPS, timed=0)
+    network = []
     for _ in range(rounds):
+        network.append(_all_reduce_seconds(jobs["compute"].model))
         for job in jobs.values():
             job.train(batches, untimed=FILLING_STEPS, timed=steps)
-    distributed: Any = jobs["offbeat"].model
+    handle: Any = jobs["offbeat"].model
     result = {name: {"seconds": job.seconds, "losses": job.losses} for name, job in jobs.items()}
+    described = {"mode": handle.offbeat.mode, "strategy": handle.offbeat.plan.strategy.name}
     dist.barrier()
     dist.destroy_process_group()
-    return result | {"mode": distributed.offbeat_mode, "strategy": distributed._offbeat.plan.strategy.name}
+    return {**result, **described, "network_seconds": network, "best_bucket_mb": bucket, "settling_steps": settled}
 
 
-def _with_ddp(model: torch.nn.Module) -> Job:
-    return Job(DistributedDataParallel(model), _optimizer(model), flush=lambda: None)
+def _settle(job: Job, batches: list[Any]) -> int:
+    """Trains until Offbeat has found its plan; the steps that took."""
+    while not job.model.offbeat.settled and len(job.losses) < MOST_SETTLING_STEPS:
+        job.train(batches, untimed=10, timed=0)
+    return len(job.losses)
+
+
+def _best_ddp(build: Callable[[], torch.nn.Module], batches: list[Any]) -> tuple[int, Job]:
+    """DDP with the bucket size that is fastest in a short race, the same on every rank."""
+    found = []
+    for size in BUCKETS_MB:
+        job = _with_ddp(build(), size)
+        job.train(batches, untimed=WARM_UP_STEPS, timed=TRIAL_STEPS)
+        slowest = torch.tensor(median(job.seconds.pop()))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        found.append((slowest.item(), size, job))
+    _, size, job = min(found, key=lambda each: each[:2])
+    return size, job
+
+
+def _all_reduce_seconds(model: torch.nn.Module) -> float:
+    """Seconds for as many bytes as the gradients have, all-reduced back to back while nothing computes."""
+    flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    dist.barrier()
+    begin = time.perf_counter()
+    for work in [dist.all_reduce(piece, async_op=True) for piece in flat.split(PIECE_BYTES // 4)]:
+        work.wait()
+    return time.perf_counter() - begin
+
+
+def _alone(model: torch.nn.Module) -> Job:
+    return Job(model, _optimizer(model))
+
+
+def _with_ddp(model: torch.nn.Module, bucket_mb: int | None) -> Job:
+    """None is DDP's default: a first bucket of 1 MiB, then 25 MiB. An explicit 25 makes the first one as large."""
+    return Job(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), _optimizer(model))
 
 
 def _with_offbeat(model: torch.nn.Module) -> Job:
-    distributed: Any
-    distributed, optimizer = offbeat.distribute(model, _optimizer(model), strategy="auto", timeout=TIMEOUT)
-    return Job(distributed, optimizer, flush=distributed.flush)
+    return Job(*offbeat.distribute(model, _optimizer(model), strategy="auto", timeout=TIMEOUT))
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offbeat import units
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import Cluster, Json, Model, Scale, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model
 from offbeat.cli.show import print_facts, print_json, print_rows, progress
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.cluster import ClusterSpec
-    from offbeat.graph import ModelGraph
-    from offbeat.search.frontier.find import ModelFrontier
+    from offbeat.search.frontier.find import ModelFrontier, ProfileRow
     from offbeat.search.frontier.model import FrontierPoint
 
 _SHOWN = 12
@@ -24,8 +22,8 @@ _SHOWN = 12
 
 @app.command(epilog="Example: offbeat frontier bert_large --cluster tensoropt --mini-time --memory 16GiB -o s.json")
 def frontier(  # noqa: PLR0917 - Typer makes one option of each
-    model: Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")],
-    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")],
+    model: Model,
+    cluster: Cluster,
     mini_time: Annotated[bool, typer.Option("--mini-time", help="The fastest that fits in the memory.")] = False,
     mini_parallelism: Annotated[
         bool, typer.Option("--mini-parallelism", help="The fewest devices on which it fits.")
@@ -37,7 +35,7 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Use only the first so many devices.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    scale: Scale = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the frontier as SVG here.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the frontier or the strategy here.")
@@ -51,14 +49,15 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     spec = load_cluster(cluster)
     limit = memory if memory is not None else min(node.memory for node in spec.nodes)
     units.parse_bytes(limit, "--memory")
-    with progress(f"capturing {model}"):
-        graph = capture_model(model, scale)
+    graph = capture_model(model, scale)
+    from offbeat.search.frontier.find import find_frontier, profile_devices
+
     if profile is not None:
-        _profile(graph, spec, counts, limit, margin, price, as_json)
+        with progress("tracking a frontier for each number of devices"):
+            rows = profile_devices(graph, spec, counts, limit, margin=margin, price_per_device_hour=price)
+        print_rows([_profile_row(row) for row in rows], as_json)
         return
     with progress("tracking the frontier"):
-        from offbeat.search.frontier.find import find_frontier
-
         found = find_frontier(graph, spec, devices=devices, margin=margin)
     if plot is not None:
         with progress("drawing"):
@@ -97,29 +96,13 @@ def _all(found: "ModelFrontier", as_json: bool) -> None:
         print(note)
 
 
-def _profile(
-    graph: "ModelGraph",
-    cluster: "ClusterSpec",
-    counts: tuple[int, ...],
-    limit: str | int,
-    margin: float,
-    price: float | None,
-    as_json: bool,
-) -> None:
-    from offbeat.search.frontier.find import profile_devices
-
-    with progress("tracking a frontier for each number of devices"):
-        rows = profile_devices(graph, cluster, counts, limit, margin=margin, price_per_device_hour=price)
-    table: list[dict[str, Any]] = [
-        {
-            "devices": row.devices,
-            "time_seconds": None if row.point is None else row.point.time_seconds,
-            "memory_bytes": None if row.point is None else round(row.point.memory_bytes),
-            "dollars_per_step": row.dollars_per_step,
-        }
-        for row in rows
-    ]
-    print_rows(table, as_json)
+def _profile_row(row: "ProfileRow") -> dict[str, Any]:
+    return {
+        "devices": row.devices,
+        "time_seconds": None if row.point is None else row.point.time_seconds,
+        "memory_bytes": None if row.point is None else round(row.point.memory_bytes),
+        "dollars_per_step": row.dollars_per_step,
+    }
 
 
 def _facts(point: "FrontierPoint") -> dict[str, Any]:

@@ -5,19 +5,18 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import Cluster, Json, Model, SavedStrategy, Scale, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.show import print_facts, progress
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.cluster import ClusterSpec
     from offbeat.graph import ModelGraph
     from offbeat.plan import Plan, Task
     from offbeat.strategy import Strategy
@@ -25,24 +24,25 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: offbeat plan bert_large --cluster B7 --strategy all_reduce --option chunk=32")
 def plan(
-    model: Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")],
-    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")],
+    model: Model,
+    cluster: Cluster,
     strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    scale: Scale = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Derive this rank's part alone.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")] = None,
+    output: SavedStrategy = None,
     as_json: Json = False,
 ) -> None:
     """Lower a strategy for a model on a cluster and show what it sends."""
     spec = load_cluster(cluster)
-    with progress(f"capturing {model}"):
-        make_strategy = _strategy_maker(strategy, _parse_options(option or ()))
-        graph = capture_model(model, scale)
+    options = _parse_options(option or ())
+    loaded = read_strategy(strategy, options)
+    graph = capture_model(model, scale)
     with progress("lowering"):
         from offbeat.plan import lower
+        from offbeat.strategy import build_strategy
 
-        chosen = make_strategy(graph, spec)
+        chosen = loaded or build_strategy(strategy, graph, spec, **options)
         lowered = lower(graph, spec, chosen, rank=rank)
     if output is not None:
         chosen.save(output)
@@ -50,22 +50,22 @@ def plan(
 
 
 def capture_model(text: str, scale: float | None) -> "ModelGraph":
-    """The graph of a zoo model, or of what the named function returns."""
-    module, colon, function = text.partition(":")
-    if not colon:
-        from offbeat import zoo
+    """The graph of a zoo model, or of what the named function returns; shows that it is under way."""
+    with progress(f"capturing {text}"):
+        module, colon, function = text.partition(":")
+        if not colon:
+            from offbeat import zoo
 
-        return zoo.capture(text, 1.0 if scale is None else scale)
-    if scale is not None:
-        raise OffbeatError(f"--scale: {scale} applies to models of the zoo, not to {text!r}")
-    from offbeat.graph import capture
+            return zoo.capture(text, 1.0 if scale is None else scale)
+        if scale is not None:
+            raise OffbeatError(f"--scale: {scale} applies to models of the zoo, not to {text!r}")
+        from offbeat.graph import capture
 
-    model, example_inputs = _call(text, module, function)
-    return capture(model, example_inputs)
+        return capture(*_call(text, module, function))
 
 
 def summarise(plan: "Plan") -> dict[str, Any]:
-    """What a plan sends and keeps, as plain values; of one rank's part, what that rank takes part in."""
+    """A plan's traffic and memory as plain values; for one rank's part, only what that rank takes part in."""
     graph, strategy = plan.graph, plan.strategy
     largest = max(plan.messages, key=lambda message: message.bytes)
     return {
@@ -116,21 +116,20 @@ def _call(text: str, module: str, function: str) -> tuple[Any, Any]:
     return made
 
 
-def _strategy_maker(text: str, options: dict[str, Any]) -> Callable[["ModelGraph", "ClusterSpec"], "Strategy"]:
-    """Refuses what can be refused before the model is captured, which takes longer."""
-    from offbeat.strategy import Strategy, build_strategy
+def read_strategy(text: str, options: Mapping[str, Any] | None = None) -> "Strategy | None":
+    """The strategy in a file, or None for a builder's name, which alone takes options; anything else is refused."""
+    from offbeat.strategy import Strategy
     from offbeat.strategy import builders as names
 
     if text in names():
-        return lambda graph, cluster: build_strategy(text, graph, cluster, **options)
+        return None
     if options:
         raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
     if text == "auto":
         raise OffbeatError("--strategy: 'auto' measures the network of a running job; name a builder instead")
     if not Path(text).exists():
         raise OffbeatError(f"--strategy: {text!r} is neither a builder ({', '.join(names())}) nor a strategy file")
-    loaded = Strategy.load(text)
-    return lambda graph, cluster: loaded
+    return Strategy.load(text)
 
 
 def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:

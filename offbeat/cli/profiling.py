@@ -2,17 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from offbeat.cli.app import Json, app
-from offbeat.cli.show import print_facts, print_json, progress, say, stdout_to_stderr
+from offbeat.cli.app import Json, Ranks, Timeout, Trace, app
+from offbeat.cli.show import print_facts, print_json, progress, require_folder, say, say_ended, stdout_to_stderr
 from offbeat.errors import OffbeatError
-
-if TYPE_CHECKING:
-    from offbeat.profile.measure import Profile
-    from offbeat.timeline import Timeline
 
 
 @app.command(
@@ -23,15 +19,15 @@ if TYPE_CHECKING:
 def profile(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script, unmodified.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")] = 1,
+    ranks: Ranks = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 20,
     plain_steps: Annotated[int, typer.Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
     run_on: Annotated[bool, typer.Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
+    timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
     """Run a training script, here or (under torchrun) as a rank of a job, and record what every rank does."""
-    from offbeat.profile.launch import TIMED_OUT, inside_job, profile_here, profile_script, require_script
+    from offbeat.profile.launch import inside_job, profile_here, profile_script, require_script
 
     require_script(script[0])
     if inside_job():
@@ -44,14 +40,14 @@ def profile(
             script, output, ranks, steps=steps, plain_steps=plain_steps, run_on=run_on, timeout=timeout
         )
     if code:
-        say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+        say_ended(code, timeout)
         raise typer.Exit(code)
     print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
 
 
 @app.command(epilog="Example: offbeat replay trace/ --what-if bandwidth=2x --what-if workers=64")
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")],
+    trace: Trace,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,13 +57,13 @@ def replay(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Save the predicted timeline (.json, .json.gz) for Perfetto."),
+        Path | None, typer.Option("-o", "--output", help="Save the predicted timeline (.json, .json.gz) for Perfetto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict how a recorded job runs, as it was or with changes, and say where its time goes."""
     from offbeat.profile.whatif import parse_what_if
+    from offbeat.timeline import Timeline
     from offbeat.timeline.diagnosis import diagnose
 
     changes = [parse_what_if(text) for text in what_if or ()]
@@ -77,10 +73,11 @@ def replay(
 
         recorded = load_recording(trace)
     with progress("replaying"):
-        measured = _timeline(recorded)
+        measured = recorded if isinstance(recorded, Timeline) else recorded.timeline
         same, _ = predict(recorded, ())
         result, words = predict(recorded, changes) if changes else (same, "")
         diagnosis = diagnose(measured if measured.marks.size else result)
+        predicted = diagnose(result) if changes else None
     if output is not None:
         result.save(output)
     measured_seconds = measured.iteration_time if measured.marks.size else same.iteration_time
@@ -97,7 +94,13 @@ def replay(
             "predicted_step_seconds": result.iteration_time,
             "speedup": same.iteration_time / result.iteration_time,
         }
-    _print_replay(facts, diagnosis, result if changes else None, measured.notes, as_json)
+    if as_json:
+        content = facts | {"notes": list(measured.notes), "diagnosis": diagnosis.to_dict()}
+        print_json(content | ({"predicted_diagnosis": predicted.to_dict()} if predicted else {}))
+        return
+    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.3g}x".format)
+    print()
+    print((predicted or diagnosis).text())
 
 
 @app.command(epilog="Example: offbeat calibrate -o cluster.yaml -n 4")
@@ -108,19 +111,18 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure what collectives cost, on this machine or (under torchrun) among the job's ranks."""
-    from offbeat.profile.launch import inside_job, run_module
+    from offbeat.profile.launch import inside_job, run_script
 
-    if not output.parent.is_dir():
-        raise OffbeatError(f"{output}: cannot write the cluster: there is no folder {output.parent}")
+    require_folder(output, "cluster")
     if inside_job():
-        from offbeat.profile.survey import main as measure_here
+        from offbeat.profile.calibrate import main as measure_here
 
         measure_here(str(output))
         if os.environ["RANK"] != "0":
             return
     else:
         with progress(f"measuring collectives among {ranks} ranks"), stdout_to_stderr(as_json):
-            code = run_module("offbeat.profile.survey", [str(output)], ranks, timeout)
+            code = run_script(["-m", "offbeat.profile.calibrate", str(output)], ranks, timeout=timeout)
         if code:
             raise OffbeatError(f"{output}: not written, because a rank ended with exit code {code}")
     print_facts(_calibrated(output), as_json)
@@ -151,32 +153,11 @@ def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
         "ranks": world,
         "steps": min(len(trace.steps) for trace in traces),
         "step_seconds": loaded.step_seconds,
+        "passes_per_step": loaded.graph.passes,
         "recorder_overhead": overhead,
         "collectives_per_step": len(middle.communication),
         "communication_bytes": sum(row.bytes for row in middle.communication),
     }
-
-
-def _timeline(recorded: "Profile | Timeline") -> "Timeline":
-    from offbeat.timeline import Timeline
-
-    return recorded if isinstance(recorded, Timeline) else recorded.timeline
-
-
-def _print_replay(
-    facts: dict[str, Any], diagnosis: Any, predicted: "Timeline | None", notes: tuple[str, ...], as_json: bool
-) -> None:
-    from offbeat.timeline.diagnosis import diagnose
-
-    if as_json:
-        content = facts | {"notes": list(notes), "diagnosis": diagnosis.to_dict()}
-        if predicted is not None:
-            content["predicted_diagnosis"] = diagnose(predicted).to_dict()
-        print_json(content)
-        return
-    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.3g}x".format)
-    print()
-    print((diagnosis if predicted is None else diagnose(predicted)).text())
 
 
 def _calibrated(path: Path) -> dict[str, Any]:

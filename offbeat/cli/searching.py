@@ -1,28 +1,29 @@
 """offbeat optimize and run: a recorded or captured job → the best strategy, and a script run by it."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import Json, Ranks, SavedStrategy, Scale, Timeout, app
 from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import capture_model
-from offbeat.cli.show import print_json, progress, say, stdout_to_stderr
+from offbeat.cli.planning import capture_model, read_strategy
+from offbeat.cli.show import print_json, progress, say_ended, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
 def optimize(
     source: Annotated[str, typer.Argument(help="A recorded folder, a zoo model, or pkg.mod:function.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")] = None,
+    output: SavedStrategy = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file; a recording knows its own.")
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds to search.")] = 30.0,
-    scale: Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")] = None,
+    scale: Scale = None,
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
@@ -48,32 +49,42 @@ def optimize(
 def run(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
     strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")] = 1,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")] = None,
+    ranks: Ranks = 1,
+    timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
     """Run a training script, here or (under torchrun) as a rank of a job, with a strategy in the place of 'auto'."""
     from offbeat.profile.launch import inside_job, require_script, run_script
 
     require_script(script[0])
-    if strategy != "auto" and Path(strategy).exists():
-        from offbeat.strategy import Strategy
-
-        Strategy.load(strategy)
+    if strategy != "auto" and read_strategy(strategy) is not None:
         strategy = os.path.abspath(strategy)
-    if inside_job():
-        from offbeat.profile.attach import run_script as run_here
+    with tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
+        called = Path(folder) / "called"
+        variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
+        if inside_job():
+            _run_here(script, variables)
+        else:
+            with stdout_to_stderr(as_json):
+                code = run_script(script, ranks, variables, timeout)
+            if as_json:
+                facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "exit_code": code}
+                print_json(facts | {"distributed": called.exists()})
+            if code:
+                say_ended(code, timeout)
+                raise typer.Exit(code)
+        if not called.exists():
+            raise OffbeatError(
+                f"{script[0]}: it ended without a call of offbeat.distribute, so the strategy {strategy!r} was not used"
+            )
 
-        os.environ["OFFBEAT_STRATEGY"] = strategy
-        run_here(script[0], script[1:])
-        return
-    with stdout_to_stderr(as_json):
-        code = run_script(script, ranks, {"OFFBEAT_STRATEGY": strategy}, timeout)
-    if as_json:
-        print_json({"script": script[0], "strategy": strategy, "ranks": ranks, "exit_code": code})
-    if code:
-        say(f"the job ended with exit code {code}")
-        raise typer.Exit(code)
+
+def _run_here(script: list[str], variables: dict[str, str]) -> None:
+    """Runs the script in this process; returns when it has ended well."""
+    from offbeat.profile.attach import run_script
+
+    os.environ.update(variables)
+    run_script(script[0], script[1:])
 
 
 def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, Any, Any]:
@@ -87,6 +98,4 @@ def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, An
     if cluster is None:
         raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
     spec = load_cluster(cluster)
-    with progress(f"capturing {source}"):
-        graph = capture_model(source, scale)
-    return graph, spec, None
+    return capture_model(source, scale), spec, None

@@ -5,9 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from offbeat import units
+from offbeat.errors import OffbeatError
+from offbeat.launch import TIMED_OUT
 
 PIPE_WIDTH = 200
 Format = Callable[[Any], str]
@@ -18,12 +21,23 @@ def say(sentence: str) -> None:
     print(f"offbeat: {' '.join(sentence.split())}", file=sys.stderr)
 
 
+def say_ended(code: int, timeout: float | None) -> None:
+    """Says how a job failed."""
+    say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+
+
+def require_folder(output: Path, what: str) -> None:
+    """Refuses a file that cannot be written, before the work that leads to it."""
+    if not output.parent.is_dir():
+        raise OffbeatError(f"{output}: cannot write the {what}: there is no folder {output.parent}")
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, **formats: Format) -> None:
-    """Rows of equal fields as a table; numbers stand right-aligned."""
+    """Rows with the same fields as a table; numbers are right-aligned."""
     if as_json:
         print_json(rows)
         return
@@ -39,7 +53,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, **formats: Form
 
 
 def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Format) -> None:
-    """One value as lines of name and content; what is None is left out."""
+    """Names and values, one pair per line; None is left out."""
     if as_json:
         print_json(facts)
         return
@@ -56,7 +70,7 @@ def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Form
 
 @contextmanager
 def progress(what: str) -> Generator[None, None, None]:
-    """A spinner on stderr while something runs, where somebody watches."""
+    """A spinner while the block runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -68,7 +82,7 @@ def progress(what: str) -> Generator[None, None, None]:
 
 @contextmanager
 def stdout_to_stderr(wanted: bool = True) -> Generator[None, None, None]:
-    """Whatever this process and its children print meanwhile goes to stderr, so that stdout holds the result alone."""
+    """Sends what this process and its children print to stderr, so that stdout holds the result alone."""
     if not wanted:
         yield
         return
@@ -86,7 +100,7 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None, None, None]:
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    # A pipe has no width of its own, and a cut line would lose what a script looks for.
+    # A pipe has no width of its own, and a script needs whole lines.
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:

@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +15,8 @@ from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_s
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.search.auto.launch import Machines
     from offbeat.search.auto.store import TrialStore
+    from offbeat.search.auto.trials import Machines
     from offbeat.search.auto.tune import Progress, TuneResult
 
 STORE = Path("offbeat-trials.sqlite")
@@ -68,10 +67,8 @@ def tune(
         if node_rank:
             _follow(nnodes, node_rank, master_addr, master_port, ranks, as_json)
             return
-    with (
-        stdout_to_stderr(),
-        _machines(ranks, nnodes, (master_addr, master_port), hosts, bandwidth) as machines,
-    ):
+    master = (master_addr, master_port)
+    with stdout_to_stderr(), _machines(ranks, nnodes, master, hosts, bandwidth) as machines:
         say("the first run is without synchronisation, for the model's graph and its compute times")
         result = search(
             script[0],
@@ -121,7 +118,7 @@ def trials(
 
 
 def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:
-    """What a search found, as plain values."""
+    """The result of a search as plain values."""
     best, baseline = result.best, result.baseline_seconds
     seconds = None if best is None else best.seconds
     statuses = [trial.status for trial in result.trials]
@@ -154,30 +151,26 @@ def _show(state: "Progress") -> None:
     print(f"{number}: {took}{expected}; best {fastest}{hits}; {left} left", file=sys.stderr, flush=True)
 
 
-@contextmanager
 def _machines(
     ranks: int, nodes: int, master: tuple[str, int], hosts: int | None, bandwidth: str
-) -> Generator["Machines", None, None]:
+) -> AbstractContextManager["Machines"]:
     """Where trials run."""
     if nodes > 1:
         from offbeat.search.auto.nodes import LeadNode, Meeting
 
-        with LeadNode(Meeting(nodes, 0, *master), ranks) as lead:
-            yield lead
-    elif hosts is not None:
-        from offbeat.cli.trying import _links
+        return LeadNode(Meeting(nodes, 0, *master), ranks)
+    if hosts is not None:
+        from offbeat.cli.emulate import link_rates
         from offbeat.emulate import Emulation
 
-        with Emulation(_links(bandwidth, hosts), bandwidth if "," not in bandwidth else "1Gbit/s") as emulation:
-            yield emulation
-    else:
-        from offbeat.search.auto.launch import LocalRanks
+        return Emulation(link_rates(bandwidth, hosts), bandwidth)
+    from offbeat.search.auto.trials import LocalRanks
 
-        yield LocalRanks(ranks)
+    return nullcontext(LocalRanks(ranks))
 
 
 def _follow(nodes: int, node_rank: int, address: str, port: int, ranks: int, as_json: bool) -> None:
-    """The part of a node that is not the first: its ranks of every trial."""
+    """Runs this node's ranks of every trial that node 0 starts."""
     from offbeat.search.auto.nodes import Meeting, follow
 
     with progress(f"taking part in the search that node 0 leads at {address}:{port}"):

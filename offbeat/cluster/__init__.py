@@ -1,16 +1,7 @@
 """YAML, JSON or a preset's name → ClusterSpec: nodes, devices, links and measured collectives."""
 
-from offbeat.cluster.devices import DeviceKind, device_names, find_device
+from offbeat.cluster.devices import DeviceKind, find_device
 from offbeat.cluster.parts import Collective, CollectiveTable, Link, Node
 from offbeat.cluster.spec import ClusterSpec
 
-__all__ = [
-    "ClusterSpec",
-    "Collective",
-    "CollectiveTable",
-    "DeviceKind",
-    "Link",
-    "Node",
-    "device_names",
-    "find_device",
-]
+__all__ = ["ClusterSpec", "Collective", "CollectiveTable", "DeviceKind", "Link", "Node", "find_device"]

@@ -3,14 +3,24 @@
 Sizes are bytes, rates bytes or FLOP per second, times seconds. A file may write any of them with a unit.
 """
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from offbeat import units
 from offbeat.cluster.devices import PCIE3_BANDWIDTH, PCIE_LATENCY, find_device
-from offbeat.cluster.fields import Bandwidth, Bytes, Count, Flops, Label, Latency, NodeName, Price, Rank, Seconds
 from offbeat.errors import OffbeatError
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "send"]
@@ -24,6 +34,47 @@ DEFAULT_PEAK_FLOPS = 10e12
 DEFAULT_MEMORY_BANDWIDTH = 500e9
 DEFAULT_BANDWIDTH = 10e9 / 8
 DEFAULT_LATENCY = 50e-6
+_LONGEST_LABEL = 200
+
+
+def _quantity(parse: Callable[[Any, str], float], *, zero: bool, example: str) -> tuple[Any, Any]:
+    """Accepts a plain number or a text with a unit, and tells JSON Schema so."""
+
+    def checked(value: Any) -> float:
+        number = parse(value, "")
+        if number == 0 and not zero:
+            raise OffbeatError(f"{units.quote(value)} must be more than zero")
+        return number
+
+    bound = {"minimum": 0} if zero else {"exclusiveMinimum": 0}
+    text = {"type": "string", "pattern": r"^\s*\+?[0-9.]", "examples": [example]}
+    return BeforeValidator(checked), WithJsonSchema({"anyOf": [{"type": "number", **bound}, text]})
+
+
+def _label(value: str) -> str:
+    if not value.strip() or not value.isprintable() or len(value) > _LONGEST_LABEL:
+        raise OffbeatError(f"{units.quote(value)} must be 1 to {_LONGEST_LABEL} printable characters")
+    return value
+
+
+Bandwidth = Annotated[float, *_quantity(units.parse_bandwidth, zero=False, example="10Gbit/s")]
+"""Bytes per second, more than zero."""
+Latency = Annotated[float, *_quantity(units.parse_seconds, zero=True, example="50us")]
+"""Seconds, zero allowed."""
+Seconds = Annotated[float, *_quantity(units.parse_seconds, zero=False, example="1.5ms")]
+"""Seconds, more than zero."""
+Bytes = Annotated[int, *_quantity(units.parse_bytes, zero=False, example="16GiB")]
+"""Bytes, more than zero."""
+Flops = Annotated[float, *_quantity(units.parse_flops, zero=False, example="65TFLOP/s")]
+"""FLOP per second, more than zero."""
+Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+"""Dollars per hour."""
+Count = Annotated[int, Field(strict=True, ge=1, le=100_000)]
+Rank = Annotated[int, Field(strict=True, ge=0)]
+Label = Annotated[str, AfterValidator(_label)]
+"""A name people read: printable and not blank."""
+NodeName = Annotated[str, AfterValidator(lambda name: _label(name) if name else name)]
+"""A label, or '' for a node that is named by its position."""
 
 
 class _Part(BaseModel):
@@ -61,28 +112,37 @@ class Node(_Part):
     """Bytes per second that one connection to another node can reach, where that is less than the interface."""
     price_per_hour: Price | None = None
     """Dollars per hour of the whole node."""
+    count: Count | None = None
+    """Number of such nodes, which a cluster lists one by one; with a name, they are called name-0, name-1, …"""
 
     @model_validator(mode="before")
     @classmethod
     def _from_catalogue(cls, values: Any) -> Any:
         """Fills in what the device catalogue knows and the values leave out."""
-        if not isinstance(values, dict) or not isinstance(values.get("device"), str):
-            return values
-        kind = find_device(values["device"])
+        device = values.get("device") if isinstance(values, dict) else None
+        kind = find_device(device) if isinstance(device, str) else None
         if kind is None:
             return values
-        known = {
-            "memory": kind.memory,
-            "peak_flops": kind.training_flops,
-            "memory_bandwidth": kind.memory_bandwidth,
-            "intra_bandwidth": kind.intra_bandwidth,
-            "intra_latency": kind.intra_latency,
-        }
-        return known | values
+        figures = ("memory", "memory_bandwidth", "intra_bandwidth", "intra_latency")
+        return {"peak_flops": kind.training_flops, **{name: getattr(kind, name) for name in figures}} | values
+
+    @field_validator("count")
+    @classmethod
+    def _one_address_each(cls, count: int | None, info: ValidationInfo) -> int | None:
+        address = info.data.get("address")
+        if address is not None and (count or 1) > 1:
+            raise OffbeatError(f"{count} nodes cannot share the address {units.quote(address)}")
+        return count
 
     def named(self, name: str) -> "Node":
-        """The same node under another name."""
-        return self.model_copy(update={"name": name})
+        """One such node under another name."""
+        return self.model_copy(update={"name": name, "count": None})
+
+    def listed(self) -> list["Node"]:
+        """The nodes that it stands for, one by one."""
+        if self.count is None:
+            return [self]
+        return [self.named(f"{self.name}-{index}" if self.name else "") for index in range(self.count)]
 
 
 class Link(_Part):
@@ -152,7 +212,44 @@ class CollectiveTable(_Part):
             raise OffbeatError(f"{len(seconds)} times are given for {len(sizes)} sizes")
         return seconds
 
+    def renumbered(self, new_ranks: Mapping[int, int]) -> "CollectiveTable":
+        """The same measurements for ranks that are now called otherwise."""
+        return self.model_copy(update={"groups": tuple(tuple(new_ranks[rank] for rank in g) for g in self.groups)})
+
+    def scaled(self, bandwidth: float, latency: float) -> "CollectiveTable":
+        """With so many times the bandwidth and the latency: the smallest size's time counts as latency."""
+        first = self.seconds[0]
+        seconds = tuple(first * latency + (taken - first) / bandwidth for taken in self.seconds)
+        return self.model_copy(update={"seconds": seconds})
+
 
 def canonical_groups(groups: Groups) -> Groups:
     """The same device partitioning, whatever order its groups and their ranks were written in."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def check_links(links: tuple[Link, ...], nodes: tuple[Node, ...]) -> None:
+    """Refuses a link to a node that is not there, and two links between the same nodes."""
+    known = {node.name for node in nodes}
+    pairs: set[frozenset[str]] = set()
+    for index, link in enumerate(links):
+        for end, name in (("a", link.a), ("b", link.b)):
+            if name not in known:
+                raise OffbeatError(f"links[{index}].{end}: no node has the name {units.quote(name)}")
+        if frozenset((link.a, link.b)) in pairs:
+            raise OffbeatError(f"links[{index}]: {units.quote(link.a)} to {units.quote(link.b)} is given twice")
+        pairs.add(frozenset((link.a, link.b)))
+
+
+def check_tables(tables: tuple[CollectiveTable, ...], nodes: tuple[Node, ...]) -> None:
+    """Refuses a table of ranks that are not there, and two tables of the same groups."""
+    last = sum(node.devices for node in nodes) - 1
+    measured: set[tuple[str, Groups]] = set()
+    for index, table in enumerate(tables):
+        highest = max(max(group) for group in table.groups)
+        if highest > last:
+            raise OffbeatError(f"tables[{index}].groups: rank {highest} is outside the cluster's ranks 0 to {last}")
+        key = (table.collective, canonical_groups(table.groups))
+        if key in measured:
+            raise OffbeatError(f"tables[{index}]: {table.collective} for these groups is given twice")
+        measured.add(key)

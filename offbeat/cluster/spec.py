@@ -8,15 +8,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, chain
 from os import PathLike
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offbeat import files, units
 from offbeat.cluster import document, presets
-from offbeat.cluster.fields import Label
-from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Link, Node, canonical_groups
+from offbeat.cluster.parts import (
+    MAX_NODES,
+    Collective,
+    CollectiveTable,
+    Groups,
+    Label,
+    Link,
+    Node,
+    canonical_groups,
+    check_links,
+    check_tables,
+)
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
@@ -28,23 +39,25 @@ class ClusterSpec(BaseModel):
     Immutable. `replace` makes a changed one, which is checked like any other.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, title="Offbeat cluster")
 
     name: Label = "cluster"
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     links: tuple[Link, ...] = ()
     tables: tuple[CollectiveTable, ...] = ()
 
-    def __init__(self, **fields: Any) -> None:
-        try:
+    def __init__(self, /, **fields: Any) -> None:
+        with files.problems_named("not a cluster"):
             super().__init__(**fields)
-        except ValidationError as error:
-            raise OffbeatError(f"not a cluster: {files.first_problem(error)}") from None
 
     @field_validator("nodes")
     @classmethod
     def _name_all(cls, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        named = tuple(node if node.name else node.named(f"node{index}") for index, node in enumerate(nodes))
+        count = sum(node.count or 1 for node in nodes)
+        if count > MAX_NODES:
+            raise OffbeatError(f"{count} nodes are more than the {MAX_NODES} it may have")
+        listed = chain.from_iterable(node.listed() for node in nodes)
+        named = tuple(node if node.name else node.named(f"node{index}") for index, node in enumerate(listed))
         repeated = [name for name, count in Counter(node.name for node in named).items() if count > 1]
         if repeated:
             raise OffbeatError(f"two nodes have the name {units.quote(repeated[0])}")
@@ -54,30 +67,9 @@ class ClusterSpec(BaseModel):
         return named
 
     @model_validator(mode="after")
-    def _check_links(self) -> Self:
-        known = {node.name for node in self.nodes}
-        pairs: set[frozenset[str]] = set()
-        for index, link in enumerate(self.links):
-            for end, name in (("a", link.a), ("b", link.b)):
-                if name not in known:
-                    raise OffbeatError(f"links[{index}].{end}: no node has the name {units.quote(name)}")
-            if frozenset((link.a, link.b)) in pairs:
-                raise OffbeatError(f"links[{index}]: {units.quote(link.a)} to {units.quote(link.b)} is given twice")
-            pairs.add(frozenset((link.a, link.b)))
-        return self
-
-    @model_validator(mode="after")
-    def _check_tables(self) -> Self:
-        last = sum(node.devices for node in self.nodes) - 1
-        measured: set[tuple[str, Groups]] = set()
-        for index, table in enumerate(self.tables):
-            highest = max(max(group) for group in table.groups)
-            if highest > last:
-                raise OffbeatError(f"tables[{index}].groups: rank {highest} is outside the cluster's ranks 0 to {last}")
-            key = (table.collective, canonical_groups(table.groups))
-            if key in measured:
-                raise OffbeatError(f"tables[{index}]: {table.collective} for these groups is given twice")
-            measured.add(key)
+    def _parts_fit(self) -> Self:
+        check_links(self.links, self.nodes)
+        check_tables(self.tables, self.nodes)
         return self
 
     @cached_property
@@ -87,10 +79,7 @@ class ClusterSpec(BaseModel):
 
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
-        firsts = [0]
-        for node in self.nodes:
-            firsts.append(firsts[-1] + node.devices)
-        return tuple(firsts)
+        return tuple(accumulate((node.devices for node in self.nodes), initial=0))
 
     @cached_property
     def _link_between(self) -> Mapping[tuple[int, int], Link]:
@@ -102,10 +91,6 @@ class ClusterSpec(BaseModel):
         return between
 
     @cached_property
-    def _flow_limits(self) -> tuple[float, ...]:
-        return tuple(node.single_flow_bandwidth or math.inf for node in self.nodes)
-
-    @cached_property
     def _table_of(self) -> Mapping[tuple[str, Groups], CollectiveTable]:
         return {(table.collective, canonical_groups(table.groups)): table for table in self.tables}
 
@@ -113,11 +98,6 @@ class ClusterSpec(BaseModel):
     def world_size(self) -> int:
         """Devices of all nodes."""
         return self._first_ranks[-1]
-
-    @cached_property
-    def total_memory(self) -> int:
-        """Bytes of all devices."""
-        return sum(node.memory * node.devices for node in self.nodes)
 
     @cached_property
     def total_price_per_hour(self) -> float | None:
@@ -160,17 +140,16 @@ class ClusterSpec(BaseModel):
         here, there = self.node_of(a), self.node_of(b)
         if here == there:
             return math.inf if a == b else self.nodes[here].intra_bandwidth
-        return min(self._path_bandwidth(here, there), self._flow_limit(here, there))
+        interfaces = min(self.nodes[here].bandwidth, self.nodes[there].bandwidth)
+        return min(self._of_link(here, there, "bandwidth") or interfaces, self._flow_limit(here, there))
 
     def latency(self, a: int, b: int) -> float:
         """Seconds for the first byte from rank a to rank b; across nodes the slower end's, unless a link gives it."""
         here, there = self.node_of(a), self.node_of(b)
         if here == there:
             return 0.0 if a == b else self.nodes[here].intra_latency
-        link = self._link_between.get((here, there))
-        if link is not None and link.latency is not None:
-            return link.latency
-        return max(self.nodes[here].latency, self.nodes[there].latency)
+        given = self._of_link(here, there, "latency")
+        return max(self.nodes[here].latency, self.nodes[there].latency) if given is None else given
 
     def ring_bandwidth(self, ranks: Iterable[int]) -> float:
         """Bytes per second of the slowest hop of a ring: b_m of AutoSync's Eq. 3 (supplement).
@@ -183,17 +162,12 @@ class ClusterSpec(BaseModel):
         if len(set(ring)) != len(ring):
             raise OffbeatError(f"ring {units.quote(ring)}: a rank appears twice")
         hops = [(self.node_of(a), self.node_of(b)) for a, b in _hops(ring)]
-        crossing = Counter((here, there) for here, there in hops if here != there)
-        leaving: Counter[int] = Counter()
-        entering: Counter[int] = Counter()
-        for (here, there), count in crossing.items():
-            leaving[here] += count
-            entering[there] += count
+        crossing = [(here, there) for here, there in hops if here != there]
+        leaving, entering = Counter(here for here, _ in crossing), Counter(there for _, there in crossing)
         slowest = min((self.nodes[here].intra_bandwidth for here, there in hops if here == there), default=math.inf)
-        for (here, there), count in crossing.items():
-            link = self._link_between.get((here, there))
-            if link is not None and link.bandwidth is not None:
-                share = link.bandwidth / count
+        for (here, there), count in Counter(crossing).items():
+            if (link_bandwidth := self._of_link(here, there, "bandwidth")) is not None:
+                share = link_bandwidth / count
             else:
                 share = min(self.nodes[here].bandwidth / leaving[here], self.nodes[there].bandwidth / entering[there])
             slowest = min(slowest, share, self._flow_limit(here, there))
@@ -212,7 +186,7 @@ class ClusterSpec(BaseModel):
 
         Links between the nodes that remain are kept, and so are tables that measure only remaining ranks.
         """
-        kept = self._kept(ranks)
+        kept = _checked_subset(self, ranks)
         if len(kept) == self.world_size:
             return self
         devices = Counter(self.node_of_rank[rank] for rank in kept)
@@ -220,39 +194,27 @@ class ClusterSpec(BaseModel):
         names = {node.name for node in nodes}
         renumbered = {rank: position for position, rank in enumerate(kept)}
         tables = tuple(
-            table.model_copy(
-                update={"groups": tuple(tuple(renumbered[rank] for rank in group) for group in table.groups)}
-            )
+            table.renumbered(renumbered)
             for table in self.tables
             if all(rank in renumbered for group in table.groups for rank in group)
         )
-        links = tuple(link for link in self.links if link.a in names and link.b in names)
+        links = tuple(link for link in self.links if {link.a, link.b} <= names)
         return self.replace(nodes=nodes, links=links, tables=tables)
 
     def replace(self, **changes: Any) -> "ClusterSpec":
         """The same cluster with other fields, checked."""
-        return type(self)(**({field: getattr(self, field) for field in type(self).model_fields} | changes))
+        return self.model_copy(update=changes)
 
     def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "ClusterSpec":
         """The same with so many times the bandwidth and the latency of every link, inside nodes as well.
 
-        Of a measured collective the time of the smallest size counts as latency, what larger ones take longer as bytes.
+        Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
         """
         factors = {"bandwidth": bandwidth, "latency": latency, "intra_bandwidth": bandwidth, "intra_latency": latency}
-        tables = tuple(
-            table.model_copy(
-                update={
-                    "seconds": tuple(
-                        table.seconds[0] * latency + (taken - table.seconds[0]) / bandwidth for taken in table.seconds
-                    )
-                }
-            )
-            for table in self.tables
-        )
         return self.replace(
             nodes=tuple(_scaled(node, factors) for node in self.nodes),
             links=tuple(_scaled(link, factors) for link in self.links),
-            tables=tables,
+            tables=tuple(table.scaled(bandwidth, latency) for table in self.tables),
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -262,7 +224,7 @@ class ClusterSpec(BaseModel):
     @cached_property
     def digest(self) -> str:
         """Equal for clusters that cost the same: names and addresses do not count, all else does."""
-        labels = {"name", "address"}
+        labels = {"name", "address", "count"}
         index = {node.name: position for position, node in enumerate(self.nodes)}
         return files.digest(
             {
@@ -290,40 +252,24 @@ class ClusterSpec(BaseModel):
     ) -> "ClusterSpec":
         """Equal nodes. What is None comes from the device catalogue, or is a node's default (16 GiB of memory)."""
         presets.check_node_count(nodes)
-        given = {
+        figures = {
+            "count": nodes,
+            "device": device,
+            "devices": devices_per_node,
+            "bandwidth": bandwidth,
+            "latency": latency,
             "memory": memory,
             "peak_flops": peak_flops,
             "memory_bandwidth": memory_bandwidth,
             "intra_bandwidth": intra_bandwidth,
             "intra_latency": intra_latency,
         }
-        values = {field: value for field, value in given.items() if value is not None}
-        values |= {"device": device, "devices": devices_per_node, "bandwidth": bandwidth, "latency": latency}
-        try:
-            node = Node.model_validate(values)
-        except ValidationError as error:
-            raise OffbeatError(f"not a cluster: {files.first_problem(error)}") from None
-        return cls(name=name, nodes=tuple(node.named(f"node{index}") for index in range(nodes)))
+        return cls(name=name, nodes=({figure: value for figure, value in figures.items() if value is not None},))
 
     @classmethod
     def local(cls, world_size: int) -> "ClusterSpec":
-        """Processes on this machine that talk over the loopback interface.
-
-        Bandwidth and latency are gloo's between two processes of a small machine (2 cores: 64 MiB sent in 27 ms, 1 KiB
-        in 0.16 ms); memory and peaks are rough.
-        """
-        node = {
-            "name": "localhost",
-            "address": "127.0.0.1",
-            "device": "cpu",
-            "devices": world_size,
-            "memory": "4GiB",
-            "peak_flops": "50GFLOP/s",
-            "memory_bandwidth": "10GB/s",
-            "intra_bandwidth": "2.5GB/s",
-            "intra_latency": "160us",
-        }
-        return cls(name="local", nodes=(node,))
+        """Processes on this machine that talk over the loopback interface; its figures are rough."""
+        return cls(name="local", nodes=(presets.LOCALHOST | {"devices": world_size},))
 
     @classmethod
     def preset(cls, name: str, nodes: int | None = None) -> "ClusterSpec":
@@ -343,23 +289,25 @@ class ClusterSpec(BaseModel):
 
     @classmethod
     def from_yaml(cls, text: str, origin: str = "cluster") -> "ClusterSpec":
-        return cls._from_raw(document.parse_yaml(text, origin), origin)
+        return cls._from_raw(files.parse_yaml(text, origin, document.WHAT), origin)
 
     @classmethod
     def from_json(cls, content: bytes | str, origin: str = "cluster") -> "ClusterSpec":
-        return cls._from_raw(document.parse_json(content, origin), origin)
+        return cls._from_raw(files.parse_json(content, origin, document.WHAT), origin)
 
     @classmethod
     def _from_raw(cls, raw: Any, origin: str) -> "ClusterSpec":
-        fields = document.fields_of(raw, origin)
+        if not isinstance(raw, dict):
+            shown = "nothing" if raw is None else units.quote(raw)
+            raise OffbeatError(f"{origin}: not a cluster: it must hold a mapping with 'nodes', got {shown}")
         try:
-            return cls(**fields)
+            return cls(**{str(field): value for field, value in raw.items()})
         except OffbeatError as error:
             raise OffbeatError(f"{origin}: {error}") from None
 
     def to_yaml(self) -> str:
         """Human units, equal nodes merged; `from_yaml` gives back exactly this cluster."""
-        return document.render_yaml(self.name, self.nodes, self.links, self.tables)
+        return document.render_yaml(self)
 
     def to_json(self) -> bytes:
         """Plain SI numbers, one entry per node."""
@@ -367,37 +315,35 @@ class ClusterSpec(BaseModel):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes YAML."""
-        document.write(path, self.to_yaml())
+        files.write_atomic(path, self.to_yaml().encode(), document.WHAT)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON Schema of a cluster file."""
-        return document.ClusterFile.model_json_schema()
+        return cls.model_json_schema()
 
-    def _path_bandwidth(self, here: int, there: int) -> float:
-        link = self._link_between.get((here, there))
-        if link is not None and link.bandwidth is not None:
-            return link.bandwidth
-        return min(self.nodes[here].bandwidth, self.nodes[there].bandwidth)
+    def _of_link(self, here: int, there: int, figure: Literal["bandwidth", "latency"]) -> float | None:
+        return getattr(self._link_between.get((here, there)), figure, None)
 
     def _flow_limit(self, here: int, there: int) -> float:
-        return min(self._flow_limits[here], self._flow_limits[there])
+        return min(self.nodes[node].single_flow_bandwidth or math.inf for node in (here, there))
 
     def _check_node(self, node_index: int) -> None:
         if not 0 <= node_index < len(self.nodes):
             raise OffbeatError(f"node {node_index} is outside the cluster, whose nodes are 0 to {len(self.nodes) - 1}")
 
-    def _kept(self, ranks: int | Sequence[int]) -> Sequence[int]:
-        if isinstance(ranks, int):
-            if isinstance(ranks, bool) or not 1 <= ranks <= self.world_size:
-                raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {self.world_size}")
-            return range(ranks)
-        kept = sorted(set(ranks))
-        if not kept or len(kept) != len(ranks):
-            raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
-        self.node_of(kept[0])
-        self.node_of(kept[-1])
-        return kept
+
+def _checked_subset(cluster: ClusterSpec, ranks: int | Sequence[int]) -> Sequence[int]:
+    if isinstance(ranks, int):
+        if isinstance(ranks, bool) or not 1 <= ranks <= cluster.world_size:
+            raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {cluster.world_size}")
+        return range(ranks)
+    kept = sorted(set(ranks))
+    if not kept or len(kept) != len(ranks):
+        raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
+    cluster.node_of(kept[0])
+    cluster.node_of(kept[-1])
+    return kept
 
 
 def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Plan → seconds and features, by AutoSync's predefined model (its supplement, sections 1 to 3).
 
-    T = max(T_comp, T_sync)                                                       (Eq. 1)  `predict`
+    T = max(T_comp, T_sync)                                         (Eq. 1)  `compute_seconds`, `sync_seconds`
     T_PS(v) = Σ_k I_d(j,k) r_k c(m)/b_jk  +  φ Σ_k I_d(j,k) r_k  +  δ             (Eq. 2)  `_server_features`
     T_CC(v) = (I1 2(w−1)/w + I2 (w−1)/w + I3) c(m)/b_m  +  w φ  +  δ              (Eq. 3)  `_collective_features`
     z = max over v of z_v ⊕ mean over v of z_v, for PS and CC apart                        `features`
@@ -12,8 +12,8 @@ and once back, with the parameters'; servers work at the same time, so the busie
 one another. An all-gather's c(m) is what all ranks put in together, so that Eq. 3 agrees with `Task.link_bytes`.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +26,6 @@ from offbeat.errors import OffbeatError
 from offbeat.plan.model import Message, Plan, Task
 from offbeat.strategy.model import SERVERS
 
-FEATURE_NAMES = tuple(
-    f"{family}.{statistic}.{part}"
-    for family in ("ps", "cc")
-    for statistic in ("max", "mean")
-    for part in ("transfer_seconds", "network_overheads", "kernel_latencies")
-)
-"""Names of the entries of `features`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
@@ -45,14 +37,6 @@ class Coefficients:
     """δ, launch and copy of one message: by default that of a few GPU kernels."""
     transfer_scale: float = 1.0
     """Measured over nominal transfer time: above 1 where links do not reach their bandwidth."""
-    relative_error: float = 0.0
-    """Median of |fitted − measured| / measured, where they were fitted."""
-
-    def __post_init__(self) -> None:
-        for name in ("phi_seconds", "delta_seconds", "transfer_scale"):
-            value = getattr(self, name)
-            if not 0 <= value < np.inf:
-                raise OffbeatError(f"coefficients: {name} must be a number of at least 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +64,6 @@ class MessageFeatures:
         return self.transfer_seconds, self.network_overheads, self.kernel_latencies
 
 
-def predict(plan: Plan, coefficients: Coefficients | None = None) -> float:
-    """Seconds of one step: the longer of computing and synchronising (Eq. 1)."""
-    return max(compute_seconds(plan), sync_seconds(plan, coefficients))
-
-
 def compute_seconds(plan: Plan) -> float:
     """T_comp: all segments one after another, on the slowest device that holds a replica."""
     nodes = {plan.cluster.node_of(rank): plan.cluster.device_of(rank) for rank in plan.replicas}
@@ -94,23 +73,20 @@ def compute_seconds(plan: Plan) -> float:
     )
 
 
-def sync_seconds(plan: Plan, coefficients: Coefficients | None = None) -> float:
-    """T_sync: the collectives one after another, then the busiest server."""
-    coefficients = coefficients or Coefficients()
-    collectives = 0.0
-    servers: dict[int, float] = {}
-    for entry in message_features(plan):
+def sync_seconds(entries: Iterable[MessageFeatures], coefficients: Coefficients) -> tuple[float, float]:
+    """(all collectives one after another, the busiest server); T_sync is their sum."""
+    collectives, servers = 0.0, defaultdict[int, float](float)
+    for entry in entries:
         seconds = entry.seconds(coefficients)
         if entry.server is None:
             collectives += seconds
         else:
-            servers[entry.server] = servers.get(entry.server, 0.0) + seconds
-    return collectives + max(servers.values(), default=0.0)
+            servers[entry.server] += seconds
+    return collectives, max(servers.values(), default=0.0)
 
 
-def features(plan: Plan) -> NDArray[np.float64]:
-    """z^PS ⊕ z^CC, named by `FEATURE_NAMES`; zeros for a family that the plan does not use."""
-    entries = message_features(plan)
+def features(entries: Sequence[MessageFeatures]) -> NDArray[np.float64]:
+    """z^PS ⊕ z^CC: for each the maxima of z, then the means; zeros for a family that the plan does not use."""
     vector: list[float] = []
     for served in (True, False):
         family = np.array([e.vector for e in entries if (e.server is not None) == served], dtype=np.float64)
@@ -121,13 +97,13 @@ def features(plan: Plan) -> NDArray[np.float64]:
 
 def message_features(plan: Plan) -> list[MessageFeatures]:
     """z of every message, in the order of their indices."""
-    tasks: dict[int, list[Task]] = {}
+    tasks: dict[int, list[Task]] = defaultdict(list)
     for task in plan.communication:
-        tasks.setdefault(task.message, []).append(task)
+        tasks[task.message].append(task)
     return [
         _server_features(message, plan)
         if message.synchronizer in SERVERS
-        else _collective_features(message, tasks.get(message.index, []), plan.cluster)
+        else _collective_features(message, tasks[message.index], plan.cluster)
         for message in plan.messages
     ]
 
@@ -138,17 +114,15 @@ def _server_features(message: Message, plan: Plan) -> MessageFeatures:
     assert owner is not None
     cluster = plan.cluster
     reduced_first = {cluster.node_of(rank) for rank in message.stations}
-    first_of: dict[int, int] = {}
-    replicas: Counter[int] = Counter()
+    ranks_on: dict[int, list[int]] = defaultdict(list)
     for rank in plan.replicas:
-        node = cluster.node_of(rank)
-        first_of.setdefault(node, rank)
-        replicas[node] += 1
+        ranks_on[cluster.node_of(rank)].append(rank)
     transfer, overheads = 0.0, 0
-    for node, rank in first_of.items():
+    for node, ranks in ranks_on.items():
         if node != cluster.node_of(owner):
-            senders = 1 if node in reduced_first else replicas[node]
-            transfer += senders * (message.gradient_bytes + message.parameter_bytes) / cluster.bandwidth(owner, rank)
+            senders = 1 if node in reduced_first else len(ranks)
+            size = message.gradient_bytes + message.parameter_bytes
+            transfer += senders * size / cluster.bandwidth(owner, ranks[0])
             overheads += 2 * senders
     return MessageFeatures(message.index, owner, transfer, float(overheads), 2.0)
 
@@ -187,6 +161,5 @@ def fit_coefficients(cluster: ClusterSpec) -> Coefficients:
         design = design[:, :2]
     scale = np.linalg.norm(design, axis=0)
     solution = nnls(design / scale, np.ones(len(times)))[0] / scale
-    error = float(np.median(np.abs(design @ solution - 1.0)))
     transfer_scale, phi, delta = (*solution.tolist(), 0.0)[:3]
-    return Coefficients(phi, delta, transfer_scale, error)
+    return Coefficients(phi, delta, transfer_scale)

@@ -1,4 +1,5 @@
-"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's tables and links.
+"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's tables and links;
+plan → seconds of its updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
@@ -8,15 +9,20 @@ while their bytes are on the wire (`in_a_row`).
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
 
 from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
+from offbeat.files import first_problem
 from offbeat.plan import Plan, Task
 
 SERVED = ("reduce", "broadcast")
 """What servers use: gradients come, parameters go."""
+ROOTED = (*SERVED, "gather")
+"""Collectives to or from one rank."""
 OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
 CALIBRATED_IN_FLIGHT = 2
@@ -35,6 +41,12 @@ class CollectiveFit:
         """Seconds for which the link is taken."""
         return self.overhead_seconds + self.seconds_per_byte * wire_bytes
 
+    def scaled(self, constant: float, per_byte: float) -> "CollectiveFit":
+        """With overhead and latency `constant` times as long, and bytes `per_byte` times as long."""
+        return CollectiveFit(
+            self.overhead_seconds * constant, self.latency_seconds * constant, self.seconds_per_byte * per_byte
+        )
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -48,10 +60,10 @@ class Costs:
     """Of a variable's bytes; None takes the plan's own estimate."""
     gap_seconds: float = 0.0
     """Between the end of a step and the next forward: loading data, clearing gradients."""
-    straight: bool = False
+    straight: StrictBool = False
     """Reduces go straight to their root and broadcasts straight from it: its link carries the bytes of all the others,
     in one direction, and each other's link only its own. Else all links carry the same, as in a chain."""
-    portions: bool = False
+    portions: StrictBool = False
     """A message's update is applied slice by slice, as slices arrive, where its variables and the optimizer allow it.
     Else it is applied at once when the last one is there."""
     interference: float = 0.0
@@ -64,9 +76,7 @@ class Costs:
         if not (bandwidth > 0 and latency >= 0):
             raise OffbeatError(f"bandwidth {bandwidth} and latency {latency} must be positive factors")
         fits = {
-            key: CollectiveFit(
-                fit.overhead_seconds * latency, fit.latency_seconds * latency, fit.seconds_per_byte / bandwidth
-            )
+            key: replace(fit.scaled(latency, 1.0), seconds_per_byte=fit.seconds_per_byte / bandwidth)
             for key, fit in self.collectives.items()
         }
         return replace(self, collectives=fits)
@@ -75,13 +85,14 @@ class Costs:
         """(seconds for which a task among equals takes the link, seconds until its result is there after that)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0
-        factor, more = self.dearer(task.kind, in_flight)
+        factor, more = self.slowdown(task.kind, in_flight)
         fit = self.collectives.get((task.kind, len(task.ranks)))
         if fit is not None:
             taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
         else:
             constant = links.constant(task.kind, task.ranks, task.root)
-            taken, hidden = max(constant, links.task_seconds(task)), constant * OVERLAPPED_SHARE
+            alone = links.seconds(task.kind, task.ranks, task.wire_bytes, task.root)
+            taken, hidden = max(constant, alone), constant * OVERLAPPED_SHARE
         if not taken:
             return 0.0, 0.0
         return ((taken - hidden) * factor + more, hidden) if in_flight > 1 else (taken * factor + more, 0.0)
@@ -92,7 +103,7 @@ class Costs:
 
     def straight_seconds(self, task: Task, rank: int, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
         """(seconds before the first byte, seconds for which a participant's link is taken) where tasks go straight."""
-        factor, more = self.dearer(task.kind, in_flight)
+        factor, more = self.slowdown(task.kind, in_flight)
         fit = self.collectives.get((task.kind, len(task.ranks)))
         assert task.root is not None
         if fit is None:
@@ -102,7 +113,7 @@ class Costs:
         taken = fit.seconds_per_byte * task.wire_bytes * share * factor
         return fit.overhead_seconds + fit.latency_seconds + more, taken
 
-    def dearer(self, kind: str, in_flight: int) -> tuple[float, float]:
+    def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
         """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
         return 1.0, 0.0
 
@@ -122,63 +133,65 @@ class Costs:
         return self.update_call_seconds + self.update_seconds_per_byte * bytes_updated
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "collectives": [
-                {
-                    "kind": kind,
-                    "participants": participants,
-                    "overhead_seconds": fit.overhead_seconds,
-                    "latency_seconds": fit.latency_seconds,
-                    "seconds_per_byte": fit.seconds_per_byte,
-                }
-                for (kind, participants), fit in sorted(self.collectives.items())
-            ],
-            "update_call_seconds": self.update_call_seconds,
-            "update_seconds_per_byte": self.update_seconds_per_byte,
-            "gap_seconds": self.gap_seconds,
-            "straight": self.straight,
-            "portions": self.portions,
-            "interference": self.interference,
-            "compute_scale": {str(rank): scale for rank, scale in self.compute_scale.items()},
-        }
+        """Plain values, ready for JSON."""
+        rows = [
+            {"kind": kind, "participants": participants, **asdict(fit)}
+            for (kind, participants), fit in sorted(self.collectives.items())
+        ]
+        return _FORM.dump_python(replace(self, collectives={}), mode="json") | {"collectives": rows}
 
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
         """Reads what `to_dict` made; anything else is one sentence that names the field."""
         try:
+            rows = _Rows.model_validate(raw).collectives
             fits = {
-                (str(entry["kind"]), int(entry["participants"])): CollectiveFit(
-                    *(_duration(entry[name]) for name in ("overhead_seconds", "latency_seconds", "seconds_per_byte"))
-                )
-                for entry in raw["collectives"]
+                (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
+                for row in rows
             }
-            per_byte = raw["update_seconds_per_byte"]
-            return cls(
-                collectives=fits,
-                update_call_seconds=float(raw["update_call_seconds"]),
-                update_seconds_per_byte=None if per_byte is None else float(per_byte),
-                gap_seconds=float(raw["gap_seconds"]),
-                straight=_truth(raw.get("straight", False)),
-                portions=_truth(raw.get("portions", False)),
-                interference=float(raw["interference"]),
-                compute_scale={int(rank): float(scale) for rank, scale in raw["compute_scale"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            said = " ".join(str(error).split())[:160]
-            raise OffbeatError(f"{origin}: not a costs file: {type(error).__name__} at {said}") from None
+            return replace(_FORM.validate_python({**raw, "collectives": {}}), collectives=fits)
+        except ValidationError as error:
+            raise OffbeatError(f"{origin}: not a costs file: {first_problem(error)}") from None
 
 
-def _duration(value: Any) -> float:
-    seconds = float(value)
-    if not 0 <= seconds < 1e9:
-        raise ValueError(f"{seconds} is not a duration")
-    return seconds
+@dataclass(frozen=True)
+class FittedCosts(Costs):
+    """Costs whose collectives take longer or shorter than described."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """On the seconds of collectives: 'rooted' of those to or from one rank, 'ring' of the others, and 'shared' of all
+    where several are in flight."""
+    call_seconds: float = 0.0
+    """More for each collective."""
+
+    @classmethod
+    def of(cls, costs: Costs, **changes: Any) -> "FittedCosts":
+        """Plain costs with some values changed."""
+        return cls(**{each.name: getattr(costs, each.name) for each in fields(Costs)} | changes)
+
+    def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
+        factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
+        if in_flight > 1:
+            factor *= self.factors.get("shared", 1.0)
+        return factor, self.call_seconds
 
 
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
+Duration = Annotated[float, Field(ge=0, lt=1e9)]
+
+
+class _Row(BaseModel):
+    kind: str
+    participants: int
+    overhead_seconds: Duration
+    latency_seconds: Duration
+    seconds_per_byte: Duration
+
+
+class _Rows(BaseModel):
+    collectives: list[_Row]
+
+
+_FORM = TypeAdapter(Costs)
 
 
 def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:
@@ -187,7 +200,7 @@ def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) 
     `taken` are their seconds among equals and `overhead` the part without bytes, in which the backend's threads wake
     and the ranks learn that the others are there. That begins when one of the `in_flight` before has ended, and delays
     the wire only as far as it outlasts what the others have there. Where two small ones are under way and one ends
-    every `overhead`, each is at it for twice as long.
+    every `overhead`, each one takes twice as long.
     """
     if in_flight < 2:
         return list(taken)
@@ -210,8 +223,7 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
     for task in plan.communication:
         if costs.goes_straight(task):
             for rank in task.ranks:
-                incoming = (rank == task.root) == (task.kind == "reduce")
-                busy[rank, incoming] += costs.straight_seconds(task, rank, links, in_flight)[1]
+                busy[rank, task.fills_incoming(rank)] += costs.straight_seconds(task, rank, links, in_flight)[1]
             continue
         seconds, _ = costs.collective(task, links, in_flight)
         if in_flight > 1:
@@ -225,10 +237,39 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
     return everyone + max(busy.values(), default=0.0)
 
 
-def daydream(plan: Plan, bandwidth: float, costs: Costs) -> Costs:
-    """Costs in the manner of Daydream (Zhu et al., ATC 2020), for comparison: a tensor takes its bytes over the nominal
-    bandwidth and nothing else."""
-    world = len(plan.replicas)
-    per_byte = 2 * (world - 1) / world / bandwidth
-    kinds = {(task.kind, len(task.ranks)) for task in plan.communication}
-    return replace(costs, collectives={key: CollectiveFit(0.0, 0.0, per_byte) for key in kinds})
+def variable_updates(plan: Plan) -> dict[str, float]:
+    """Seconds for each variable, measured or by the bytes moved; with factors, also those of multiplying them."""
+    node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
+    updates: dict[str, float] = {}
+    for operator in plan.graph.phase("optimizer"):
+        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+        for name in operator.variables:
+            updates[name] = operator.seconds if operator.seconds is not None else moved
+    for message in plan.messages:
+        if message.synchronizer == "factor_broadcast":
+            for variable in map(plan.graph.variable, message.variables):
+                rows = variable.factor_rows * len(plan.replicas)
+                updates[variable.name] += 2 * rows * variable.elements / node.peak_flops
+    return updates
+
+
+def message_updates(plan: Plan) -> dict[int, float]:
+    """Seconds for each message: its pieces' shares of their variables."""
+    per_variable = variable_updates(plan)
+    elements = {variable.name: variable.elements for variable in plan.graph.variables}
+    return {
+        message.index: sum(
+            per_variable.get(piece.variable, 0.0) * piece.elements / elements[piece.variable]
+            for piece in message.pieces
+        )
+        for message in plan.messages
+    }
+
+
+def update_seconds(
+    plan: Plan, costs: Costs, estimates: Mapping[int, float], messages: Sequence[int], share: float = 1.0
+) -> float:
+    """Seconds of one optimizer call that updates some messages, or a share of them; `estimates` as `message_updates`
+    gives them."""
+    size = sum(plan.messages[index].bytes for index in messages)
+    return costs.update(size * share, sum(estimates[index] for index in messages) * share)

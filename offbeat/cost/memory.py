@@ -12,8 +12,9 @@ runtime copies them into flat buffers that persist, torch's own loop keeps them 
 Not counted: the process itself, the CUDA context, the allocator's fragmentation.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -61,15 +62,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer_state
-            + self.activations
-            + self.communication
-            + self.inputs
-            + self.workspace
-        )
+        return sum(value for value in astuple(self) if isinstance(value, int))
 
 
 def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offbeat") -> MemoryEstimate:
@@ -78,125 +71,95 @@ def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offb
     `rank` may be left out of a plan for one rank. `runtime="torch"` is a plain training loop on one device, with
     `zero_grad(set_to_none=True)`.
     """
-    rank = _checked_rank(plan, rank)
-    standing = _Standing.of(plan, rank, runtime)
-    replayed = _replay(plan, runtime)
-    totals = replayed.activations + replayed.gradients
-    peak = int(np.argmax(totals)) if len(totals) else 0
-    at_step = standing.gradients_at_step + standing.temporaries + standing.communication_at_step
-    at_peak = (int(totals[peak]) if len(totals) else 0) + standing.communication
-    common = {"weights": standing.weights, "optimizer_state": standing.state, "inputs": standing.inputs}
-    if at_step >= at_peak:
-        return MemoryEstimate(
-            **common,
-            gradients=standing.gradients + standing.gradients_at_step,
-            activations=0,
-            communication=standing.communication_at_step,
-            workspace=standing.workspace + standing.temporaries,
-            peak_at="optimizer",
-        )
-    return MemoryEstimate(
-        **common,
-        gradients=standing.gradients + int(replayed.gradients[peak]),
-        activations=int(replayed.activations[peak]),
-        communication=standing.communication,
-        workspace=standing.workspace,
-        peak_at=replayed.names[peak],
-    )
-
-
-def peak_memories(plan: Plan, *, runtime: Runtime = "offbeat") -> dict[int, MemoryEstimate]:
-    """The estimate of every replica, by rank."""
-    return {rank: peak_memory(plan, rank, runtime=runtime) for rank in plan.replicas}
-
-
-def _checked_rank(plan: Plan, rank: int | None) -> int:
     if rank is None:
         rank = plan.rank if plan.rank is not None else plan.replicas[0]
     if rank not in plan.replicas:
         raise OffbeatError(f"memory: rank {rank} holds no replica; the replicas are on ranks {list(plan.replicas)}")
-    return rank
+    held, at_step = _standing(plan, rank, runtime)
+    names, activations, gradients = _replay(plan, runtime)
+    totals = activations + gradients
+    peak = int(np.argmax(totals)) if len(totals) else 0
+    if not len(totals) or at_step.total() >= totals[peak]:
+        held.update(at_step)
+        at = "optimizer"
+    else:
+        held.update(gradients=int(gradients[peak]), activations=int(activations[peak]))
+        at = names[peak]
+    kinds = (each.name for each in fields(MemoryEstimate) if each.name != "peak_at")
+    return MemoryEstimate(**{kind: held[kind] for kind in kinds}, peak_at=at)
 
 
-@dataclass(slots=True)
-class _Standing:
-    """What is allocated whichever operator runs, in bytes."""
+Bytes = Counter[str]
+"""By the fields of MemoryEstimate."""
 
-    weights: int = 0
-    gradients: int = 0
-    state: int = 0
-    inputs: int = 0
-    communication: int = 0
-    workspace: int = 0
-    gradients_at_step: int = 0
-    """Gradients beside the flat buffers while the optimizer's step runs."""
-    communication_at_step: int = 0
-    temporaries: int = 0
 
-    @classmethod
-    def of(cls, plan: Plan, rank: int, runtime: Runtime) -> "_Standing":
-        graph = plan.graph
-        held = cls(
-            weights=sum(v.bytes for v in graph.variables) + sum(c.bytes for c in graph.constants),
-            inputs=sum(tensor.bytes for tensor in graph.inputs),
-            workspace=_library_workspace(plan.cluster.device_of(rank).device),
-        )
-        if runtime == "torch":
-            held.gradients_at_step = sum(gradient_bytes(variable) for variable in graph.gradient_order)
-            held._add_updates(graph.gradient_order, plan, rank)
-            return held
-        if len(plan.replicas) > 1:
-            held.communication += sum(c.bytes for c in graph.constants if c.kind == "buffer")
-        held.communication_at_step = held.communication
-        for message in plan.messages:
-            held._add_message(message, plan, rank)
-        return held
+def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
+    """What is allocated whichever operator runs, and what the optimizer's step adds to it."""
+    graph, device = plan.graph, plan.cluster.device_of(rank).device
+    library = HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
+    held = Counter(
+        weights=sum(v.bytes for v in graph.variables) + sum(c.bytes for c in graph.constants),
+        inputs=sum(tensor.bytes for tensor in graph.inputs),
+        workspace=0 if device == "cpu" else library,
+    )
+    at_step: Bytes = Counter()
+    if runtime == "torch":
+        at_step["gradients"] = sum(gradient_bytes(variable) for variable in graph.gradient_order)
+        _add_updates(held, at_step, [variable.bytes for variable in graph.gradient_order], plan, rank)
+        return held, at_step
+    if len(plan.replicas) > 1:
+        held["communication"] = sum(c.bytes for c in graph.constants if c.kind == "buffer")
+    for message in plan.messages:
+        _add_message(held, at_step, message, plan, rank)
+    return held, at_step
 
-    def _add_message(self, message: Message, plan: Plan, rank: int) -> None:
-        graph, ranks = plan.graph, len(plan.replicas)
-        variables = [graph.variable(name) for name in message.variables]
-        if message.synchronizer in ("sparse_all_gather", "sparse_parameter_server"):
-            received = message.gradient_bytes * (ranks if rank == message.owner or message.owner is None else 1)
-            self.gradients_at_step += sum(map(gradient_bytes, variables))
-            self.communication_at_step += received + message.parameter_bytes
-        else:
-            self.gradients += message.bytes
-            parts = sum(p.elements for p in message.pieces if p.shape != graph.variable(p.variable).shape)
-            # A part of a variable cannot be a view of the whole variable's gradient or value.
-            self.gradients_at_step += parts * ITEM_BYTES[message.dtype]
-            if message.synchronizer in ("parameter_server", "sharded"):
-                self.weights += parts * ITEM_BYTES[message.dtype]
-            persistent, at_step = _message_buffers(message, ranks)
-            self.communication += persistent
-            self.communication_at_step += persistent + at_step
-        if plan.strategy.accumulation > 1:
-            self.gradients_at_step += message.bytes
-        share = 1.0
-        if message.owner is not None:
-            share = float(rank == message.owner)
-        elif message.synchronizer == "sharded":
-            share = 1.0 / ranks
-        if share:
-            self._add_updates(variables, plan, rank, share, message)
 
-    def _add_updates(
-        self, variables: Sequence[Variable], plan: Plan, rank: int, share: float = 1.0, message: Message | None = None
-    ) -> None:
-        """State of the variables this rank updates, and the temporaries of the largest update done at once."""
-        optimizer = plan.graph.optimizer
-        sizes = [_bytes_in(variable, message) for variable in variables]
-        updated = int(sum(sizes) * share)
-        counters = SCALAR_BYTES * len(variables) if optimizer in COUNTING else 0
-        self.state += plan.graph.optimizer_slots * updated + counters
-        if plan.cluster.device_of(rank).device == "cpu":
-            # A rank's part of a message may hold the largest variable whole.
-            largest = min(max(sizes, default=0), updated)
-            self.temporaries = max(self.temporaries, SINGLE_TEMPORARIES.get(optimizer, 0) * largest)
-            return
-        temporaries = FOREACH_TEMPORARIES.get(optimizer, 0) * updated
-        # With a barrier one step updates all messages; deferred updates come one message at a time.
-        together = plan.mode == "barrier"
-        self.temporaries = self.temporaries + temporaries if together else max(self.temporaries, temporaries)
+def _add_message(held: Bytes, at_step: Bytes, message: Message, plan: Plan, rank: int) -> None:
+    graph, ranks = plan.graph, len(plan.replicas)
+    if message.synchronizer in ("sparse_all_gather", "sparse_parameter_server"):
+        received = message.gradient_bytes * (ranks if rank == message.owner or message.owner is None else 1)
+        at_step["gradients"] += sum(gradient_bytes(graph.variable(name)) for name in message.variables)
+        at_step["communication"] += received + message.parameter_bytes
+    else:
+        held["gradients"] += message.bytes
+        parts = sum(p.elements for p in message.pieces if p.shape != graph.variable(p.variable).shape)
+        # A part of a variable cannot be a view of the whole variable's gradient or value.
+        at_step["gradients"] += parts * ITEM_BYTES[message.dtype]
+        if message.synchronizer in ("parameter_server", "sharded"):
+            held["weights"] += parts * ITEM_BYTES[message.dtype]
+        persistent, under_way = _message_buffers(message, ranks)
+        held["communication"] += persistent
+        at_step["communication"] += under_way
+    if plan.strategy.accumulation > 1:
+        at_step["gradients"] += message.bytes
+    share = 1.0
+    if message.owner is not None:
+        share = float(rank == message.owner)
+    elif message.synchronizer == "sharded":
+        share = 1.0 / ranks
+    if share:
+        elements: Counter[str] = Counter()
+        for piece in message.pieces:
+            elements[piece.variable] += piece.elements
+        sizes = [count * ITEM_BYTES[graph.variable(name).dtype] for name, count in elements.items()]
+        _add_updates(held, at_step, sizes, plan, rank, share)
+
+
+def _add_updates(held: Bytes, at_step: Bytes, sizes: Sequence[int], plan: Plan, rank: int, share: float = 1.0) -> None:
+    """State of variables of these sizes, of which the rank updates a share, and temporaries of the largest update."""
+    optimizer = plan.graph.optimizer
+    updated = int(sum(sizes) * share)
+    counters = SCALAR_BYTES * len(sizes) if optimizer in COUNTING else 0
+    held["optimizer_state"] += plan.graph.optimizer_slots * updated + counters
+    if plan.cluster.device_of(rank).device == "cpu":
+        # A rank's part of a message may hold the largest variable whole.
+        largest = min(max(sizes, default=0), updated)
+        at_step["workspace"] = max(at_step["workspace"], SINGLE_TEMPORARIES.get(optimizer, 0) * largest)
+        return
+    temporaries = FOREACH_TEMPORARIES.get(optimizer, 0) * updated
+    # With a barrier one step updates all messages; deferred updates come one message at a time.
+    together = at_step["workspace"] + temporaries
+    at_step["workspace"] = together if plan.mode == "barrier" else max(at_step["workspace"], temporaries)
 
 
 def gradient_bytes(variable: Variable) -> int:
@@ -204,14 +167,6 @@ def gradient_bytes(variable: Variable) -> int:
     if not variable.sparse:
         return variable.bytes
     return variable.updated_elements * ITEM_BYTES[variable.dtype] + variable.sparse_rows * ITEM_BYTES["int64"]
-
-
-def _bytes_in(variable: Variable, message: Message | None) -> int:
-    """Bytes of a variable's part in a message."""
-    if message is None:
-        return variable.bytes
-    elements = sum(piece.elements for piece in message.pieces if piece.variable == variable.name)
-    return elements * ITEM_BYTES[variable.dtype]
 
 
 def _message_buffers(message: Message, ranks: int) -> tuple[int, int]:
@@ -229,22 +184,6 @@ def _message_buffers(message: Message, ranks: int) -> tuple[int, int]:
     elif message.encoder.name != "none":
         under_way = message.gradient_bytes * (1 + ranks if message.encoder.gathered else 1)
     return persistent, under_way
-
-
-def _library_workspace(device: str) -> int:
-    if device == "cpu":
-        return 0
-    return HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
-
-
-@dataclass(slots=True)
-class _Replayed:
-    """Bytes held while each operator of the last micro-batch runs."""
-
-    names: list[str]
-    activations: NDArray[np.int64]
-    gradients: NDArray[np.int64]
-    """Beside the flat buffers of Offbeat's runtime."""
 
 
 @dataclass(slots=True)
@@ -268,8 +207,16 @@ class _Result:
     """It is shaped like a weight, so a smaller batch does not shrink it."""
 
 
-def _replay(plan: Plan, runtime: Runtime) -> _Replayed:
-    order = _execution_order(plan)
+def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
+    """Operators of the last micro-batch, and the bytes of activations and of gradients held while each of them runs; of
+    the gradients, those beside the flat buffers of Offbeat's runtime."""
+    # The operators of one micro-batch as they run, each with whether it runs as a part of forward.
+    order = [
+        (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
+        for segment in plan.segments
+        if segment.microbatch == 0
+        for name in segment.operators
+    ]
     results = _results(order)
     _assign_gradients(plan.graph, order, results)
     count = plan.strategy.accumulation
@@ -293,33 +240,18 @@ def _replay(plan: Plan, runtime: Runtime) -> _Replayed:
         if result.kept_until > result.read_whole:
             kept = passed_on if result.operator.phase == "backward" else result.operator.activation_bytes // share
             _hold(activations, result.read_whole + 1, result.kept_until, kept)
-    if count > 1:
-        _hold_sums(gradients, plan, kept_until, runtime)
+    for variable in plan.graph.gradient_order if count > 1 else ():
+        # The sum of the earlier micro-batches' gradients; Offbeat also holds its scaled copy until that is sent.
+        gradients[0] += gradient_bytes(variable)
+        if runtime == "offbeat":
+            _hold(gradients, 0, kept_until[variable.name], gradient_bytes(variable))
     names = [operator.name for operator, _ in order]
-    return _Replayed(names, np.cumsum(activations)[:length], np.cumsum(gradients)[:length])
+    return names, np.cumsum(activations)[:length], np.cumsum(gradients)[:length]
 
 
 def _hold(changes: NDArray[np.int64], first: int, last: int, size: int) -> None:
     changes[first] += size
     changes[last + 1] -= size
-
-
-def _hold_sums(changes: NDArray[np.int64], plan: Plan, kept_until: dict[str, int], runtime: Runtime) -> None:
-    """The sum of the earlier micro-batches' gradients; Offbeat also holds its scaled copy until that is sent."""
-    for variable in plan.graph.gradient_order:
-        changes[0] += gradient_bytes(variable)
-        if runtime == "offbeat":
-            _hold(changes, 0, kept_until[variable.name], gradient_bytes(variable))
-
-
-def _execution_order(plan: Plan) -> list[tuple[Operator, bool]]:
-    """The operators of one micro-batch as they run, each with whether it runs as a part of forward."""
-    return [
-        (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
-        for segment in plan.segments
-        if segment.microbatch == 0
-        for name in segment.operators
-    ]
 
 
 def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:

@@ -5,28 +5,45 @@ TensorOpt (section 3.2) measures each collective under each device partitioning 
 nothing was measured, a closed form counts what the busiest rank sends, as `Task.link_bytes` does after the AutoSync
 supplement's Eq. 3, over the slowest hop, and one latency for each round (`closed_form`).
 
+PACE (section III) describes an all-reduce by a linear model fitted to samples of the profiling stage. Samples span four
+orders of magnitude and some are hit by other traffic, so the fit here minimises *relative* residuals under Huber's
+loss instead of the paper's plain least squares, which the largest samples decide alone (`fit_linear`).
+
 `bytes` is always what each participant puts in (`Task.wire_bytes`, `CollectiveTable.sizes_bytes`).
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from offbeat.cluster import ClusterSpec, CollectiveTable
-from offbeat.cost.link import LinkFit
 from offbeat.errors import OffbeatError
-from offbeat.plan.model import Task
+from offbeat.plan.model import sent_per_byte
 
-ROUNDS = {
-    "all_reduce": 2,
-    "reduce_scatter": 1,
-    "all_gather": 1,
-    "all_to_all": 1,
-    "gather": 1,
-    "reduce": 1,
-    "broadcast": 1,
-}
+_ONE_ROUND = ("reduce_scatter", "all_gather", "all_to_all", "gather", "reduce", "broadcast")
+ROUNDS = {"all_reduce": 2, **dict.fromkeys(_ONE_ROUND, 1)}
 """How often a message goes around the ring, or down the chain, of w ranks: each time it takes w − 1 latencies."""
+HUBER = 1.345
+"""Standard deviations up to which a residual counts in full: 95% efficient where the noise is normal (Huber 1964)."""
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation → standard deviation of a normal distribution."""
+MAX_ROUNDS = 100
+
+
+class LinkFit(NamedTuple):
+    """seconds = latency_seconds + seconds_per_byte × bytes."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, bytes: float) -> float:
+        """Time of one collective of this many bytes; none at all for 0 bytes."""
+        return self.latency_seconds + self.seconds_per_byte * bytes if bytes > 0 else 0.0
 
 
 class Collectives:
@@ -34,9 +51,9 @@ class Collectives:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
-        self._tables: dict[tuple[str, tuple[int, ...]], CollectiveTable | None] = {}
-        self._links: dict[tuple[str, tuple[int, ...], int | None], LinkFit] = {}
-        self._straight: dict[tuple[tuple[int, ...], int, int], LinkFit] = {}
+        self.table: Callable[..., CollectiveTable | None] = cache(partial(find_table, cluster=cluster))
+        self.link: Callable[..., LinkFit] = cache(partial(closed_form, cluster=cluster))
+        self.straight: Callable[..., LinkFit] = cache(partial(straight_link, cluster=cluster))
 
     def seconds(self, kind: str, ranks: Iterable[int], bytes: float, root: int | None = None) -> float:
         """Time of one collective alone on its links."""
@@ -45,45 +62,13 @@ class Collectives:
             raise OffbeatError(f"{kind}: bytes must be at least 0, got {bytes}")
         if len(group) < 2 or bytes == 0 or kind == "update":
             return 0.0
-        if (kind, group) not in self._tables:
-            self._tables[kind, group] = find_table(kind, group, self.cluster)
-        table = self._tables[kind, group]
-        return interpolate(table, bytes) if table is not None else self.link(kind, group, root).seconds(bytes)
+        table = self.table(kind, group)
+        return interpolate(table, bytes) if table is not None else self.link(kind, group, root=root).seconds(bytes)
 
     def constant(self, kind: str, ranks: tuple[int, ...], root: int | None = None) -> float:
         """The part of its time that does not depend on its bytes: the smallest measured one's, or the latency."""
-        self.seconds(kind, ranks, 1, root)
-        table = self._tables[kind, ranks]
-        return table.seconds[0] if table is not None else self.link(kind, ranks, root).latency_seconds
-
-    def task_seconds(self, task: Task) -> float:
-        """Time of a plan's task; updates use no link and take none."""
-        return self.seconds(task.kind, task.ranks, task.wire_bytes, task.root)
-
-    def link(self, kind: str, ranks: tuple[int, ...], root: int | None = None) -> LinkFit:
-        """The closed form of this collective, whether or not it was measured."""
-        key = (kind, ranks, root)
-        if key not in self._links:
-            self._links[key] = closed_form(kind, ranks, self.cluster, root)
-        return self._links[key]
-
-    def straight(self, ranks: tuple[int, ...], root: int, rank: int) -> LinkFit:
-        """Of one participant's link, where all the others send straight to a root or it to them."""
-        key = (ranks, root, rank)
-        if key not in self._straight:
-            latency = max(self.cluster.latency(each, root) for each in ranks)
-            self._straight[key] = LinkFit(latency, _straight_seconds_per_byte(ranks, root, rank, self.cluster))
-        return self._straight[key]
-
-
-def collective_seconds(
-    kind: str, ranks: Iterable[int], bytes: float, cluster: ClusterSpec, root: int | None = None
-) -> float:
-    """Time of one collective: the table's, if the cluster has one that fits, else the closed form's.
-
-    For many calls with one cluster, keep a `Collectives`.
-    """
-    return Collectives(cluster).seconds(kind, ranks, bytes, root)
+        table = self.table(kind, ranks)
+        return table.seconds[0] if table is not None else self.link(kind, ranks, root=root).latency_seconds
 
 
 def find_table(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec) -> CollectiveTable | None:
@@ -132,8 +117,7 @@ def closed_form(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec, root: i
     are half of one; reduce and broadcast are a pipelined chain. A gather fills the root's links with what all the
     others send.
     """
-    others = len(ranks) - 1
-    if others < 1:
+    if len(ranks) < 2:
         return LinkFit(0.0, 0.0)
     if kind == "send":
         here, there = ranks[0], ranks[-1]
@@ -142,8 +126,37 @@ def closed_form(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec, root: i
         raise OffbeatError(f"no collective is called {kind!r}; there are {', '.join(ROUNDS)} and send")
     latency = latency_steps(kind, len(ranks)) * cluster.ring_latency(ranks)
     if kind == "gather" and root is not None:
-        return LinkFit(latency, _gather_seconds_per_byte(ranks, root, cluster))
-    return LinkFit(latency, _sent_per_byte(kind, others) / cluster.ring_bandwidth(ranks))
+        if root not in ranks:
+            raise OffbeatError(f"gather: root {root} is not one of its ranks {list(ranks)}")
+        return LinkFit(latency, max(_straight_seconds_per_byte(ranks, root, rank, cluster) for rank in ranks))
+    return LinkFit(latency, sent_per_byte(kind, len(ranks)) / cluster.ring_bandwidth(ranks))
+
+
+def fit_linear(bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
+    """The linear model closest to the samples in relative terms, with neither coefficient below 0.
+
+    Iteratively reweighted least squares; the scale of the residuals is their median absolute deviation, so a minority
+    of disturbed samples does not move the fit. Samples of one size alone give a fit without latency.
+    """
+    sizes, times = np.asarray(bytes, np.float64), np.asarray(seconds, np.float64)
+    # Rows divided by the measured time make the residuals relative; a zero latency is all one size can tell.
+    one_size = float(np.ptp(sizes)) == 0
+    design = np.stack([sizes / times] if one_size else [1.0 / times, sizes / times], axis=1)
+    scale = np.linalg.norm(design, axis=0)
+    scale[scale == 0] = 1.0
+    weights = np.ones(len(times))
+    solution = np.zeros(design.shape[1])
+    for _ in range(MAX_ROUNDS):
+        root = np.sqrt(weights)
+        updated = nnls(design / scale * root[:, None], root)[0] / scale
+        done = np.allclose(updated, solution, rtol=1e-10, atol=0.0)
+        solution = updated
+        residuals = np.abs(design @ solution - 1.0)
+        limit = HUBER * MAD_TO_SIGMA * max(float(np.median(residuals)), 1e-9)
+        weights = np.minimum(1.0, limit / np.maximum(residuals, 1e-300))
+        if done:
+            break
+    return LinkFit(0.0, float(solution[0])) if one_size else LinkFit(*map(float, solution))
 
 
 def latency_steps(kind: str, participants: int) -> int:
@@ -151,23 +164,10 @@ def latency_steps(kind: str, participants: int) -> int:
     return ROUNDS.get(kind, 0) * (participants - 1)
 
 
-def _sent_per_byte(kind: str, others: int) -> float:
-    match kind:
-        case "all_reduce":
-            return 2 * others / (others + 1)
-        case "reduce_scatter" | "all_to_all":
-            return others / (others + 1)
-        case "all_gather" | "gather":
-            return float(others)
-        case _:
-            return 1.0
-
-
-def _gather_seconds_per_byte(ranks: tuple[int, ...], root: int, cluster: ClusterSpec) -> float:
-    """The slowest of the root's interface, its own node's bus, and each sender's own path."""
-    if root not in ranks:
-        raise OffbeatError(f"gather: root {root} is not one of its ranks {list(ranks)}")
-    return max(_straight_seconds_per_byte(ranks, root, rank, cluster) for rank in ranks)
+def straight_link(ranks: tuple[int, ...], root: int, rank: int, cluster: ClusterSpec) -> LinkFit:
+    """Of one participant's link, where all the others send straight to a root or it to them."""
+    latency = max(cluster.latency(each, root) for each in ranks)
+    return LinkFit(latency, _straight_seconds_per_byte(ranks, root, rank, cluster))
 
 
 def _straight_seconds_per_byte(ranks: tuple[int, ...], root: int, rank: int, cluster: ClusterSpec) -> float:

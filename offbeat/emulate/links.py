@@ -1,4 +1,4 @@
-"""Open network namespaces + one bandwidth per host → a switch with a shaped link to every host.
+"""Processes in network namespaces + one bandwidth per host → a switch with a shaped link to every host.
 
 The switch is a bridge in the calling process's own network namespace; each host gets one end of a veth pair. Both ends
 are shaped by a token bucket, so that sending and receiving are limited separately, as on a full-duplex link. Everything
@@ -8,7 +8,7 @@ lives inside the namespaces and vanishes with them.
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pyroute2 import IPRoute
@@ -38,7 +38,7 @@ _ABSENT = (errno.ENOENT, errno.ESRCH, errno.EINVAL)
 class Network:
     """The switch and the links, kept open so that shaping can change while the hosts run."""
 
-    def __init__(self, namespaces: Sequence[int], addresses: Sequence[str], latency_seconds: float | None) -> None:
+    def __init__(self, pids: Sequence[int], addresses: Sequence[str], latency_seconds: float | None) -> None:
         self._latency_seconds = latency_seconds
         self._switch = _open()
         self._switch.link("add", ifname=_BRIDGE, kind="bridge", mtu=_MTU)
@@ -46,30 +46,30 @@ class Network:
         self._switch.link("set", index=bridge, state="up")
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self._hosts: list[IPRoute] = []
-        for position, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
+        for position, (pid, address) in enumerate(zip(pids, addresses, strict=True)):
+            namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
             linux.setns(namespace, linux.CLONE_NEWNET)
             self._hosts.append(_open())
             linux.setns(home, linux.CLONE_NEWNET)
-            _plug(self._switch, bridge, _port(position), namespace)
-            _configure(self._hosts[-1], address)
+            self._plug(bridge, position, namespace, address)
+            os.close(namespace)
         os.close(home)
+
+    def _plug(self, bridge: int, position: int, namespace: int, address: str) -> None:
+        """Joins a host to the switch."""
+        host, port = self._hosts[position], _port(position)
+        peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
+        self._switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
+        self._switch.link("set", index=_index(self._switch, port), master=bridge, state="up")
+        host.link("set", index=_index(host, "lo"), state="up")
+        interface = _index(host, INTERFACE)
+        host.addr("add", index=interface, address=address, prefixlen=PREFIX_LENGTH)
+        host.link("set", index=interface, state="up")
 
     def shape(self, host: int, bytes_per_second: float | None) -> None:
         """Limits both directions of a host's link; None lifts the limit. The latency is added where the host sends."""
         _shape(self._hosts[host], INTERFACE, bytes_per_second, self._latency_seconds)
         _shape(self._switch, _port(host), bytes_per_second, None)
-
-
-def delays_available() -> bool:
-    """Whether this kernel can delay packets (the netem qdisc); the caller's network namespace must be its own."""
-    with _open() as route:
-        loopback = _index(route, "lo")
-        try:
-            route.tc("add", "netem", loopback, _NETEM_HANDLE, delay=1000)
-        except NetlinkError:
-            return False
-        route.tc("del", index=loopback, handle=_NETEM_HANDLE)
-        return True
 
 
 def _open() -> IPRoute:
@@ -81,41 +81,27 @@ def _open() -> IPRoute:
     return IPRoute()
 
 
-def _plug(switch: IPRoute, bridge: int, port: str, namespace: int) -> None:
-    peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
-    switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
-    switch.link("set", index=_index(switch, port), master=bridge, state="up")
-
-
-def _configure(host: IPRoute, address: str) -> None:
-    host.link("set", index=_index(host, "lo"), state="up")
-    interface = _index(host, INTERFACE)
-    host.addr("add", index=interface, address=address, prefixlen=PREFIX_LENGTH)
-    host.link("set", index=interface, state="up")
-
-
 def _shape(route: IPRoute, interface: str, bytes_per_second: float | None, latency_seconds: float | None) -> None:
     index = _index(route, interface)
     parent = _ROOT
     if latency_seconds:
         microseconds = round(latency_seconds * 1e6)
-        route.tc("replace", "netem", index, _NETEM_HANDLE, delay=microseconds, limit=_DELAY_PACKETS)
+        try:
+            route.tc("replace", "netem", index, _NETEM_HANDLE, delay=microseconds, limit=_DELAY_PACKETS)
+        except NetlinkError as error:
+            raise OSError(error.code, "this kernel lacks the netem qdisc") from error
         parent = _NETEM_HANDLE + 1
     if bytes_per_second is None:
-        _ignoring_absent(lambda: route.tc("del", index=index, handle=_TBF_HANDLE, parent=parent))
+        try:
+            route.tc("del", index=index, handle=_TBF_HANDLE, parent=parent)
+        except NetlinkError as error:
+            if error.code not in _ABSENT:
+                raise
         return
     burst = max(_BURST_BYTES, round(bytes_per_second * _BURST_SECONDS))
     queue = max(_QUEUE_BYTES, round(bytes_per_second * _QUEUE_SECONDS))
     bucket = {"rate": round(bytes_per_second), "burst": burst, "limit": queue + burst}
     route.tc("replace", "tbf", index, _TBF_HANDLE, parent=parent, **bucket)
-
-
-def _ignoring_absent(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except NetlinkError as error:
-        if error.code not in _ABSENT:
-            raise
 
 
 def _index(route: IPRoute, interface: str) -> int:

@@ -14,18 +14,8 @@ if TYPE_CHECKING:
 
 _SLOTS = {
     "SGD": 0,
-    "ASGD": 1,
-    "Adagrad": 1,
-    "Muon": 1,
-    "RMSprop": 1,
-    "Adadelta": 2,
-    "Adam": 2,
-    "Adamax": 2,
-    "AdamW": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "Rprop": 2,
-    "SparseAdam": 2,
+    **dict.fromkeys(("ASGD", "Adagrad", "Muon", "RMSprop"), 1),
+    **dict.fromkeys(("Adadelta", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "Rprop", "SparseAdam"), 2),
 }
 _SLOTS_IF_UNKNOWN = 2
 
@@ -63,10 +53,11 @@ def capture(
     import torch
 
     from offbeat.graph.step import constants_of, make_step, tensor_spec
+    from offbeat.torch_private import uncompiled
 
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = uncompiled(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(f"model {type(model).__name__} has no parameter that requires grad")
     optimizer_name, slots = optimizer_state(optimizer)
@@ -124,9 +115,10 @@ def _slots_held(optimizer: "torch.optim.Optimizer") -> int:
 
 def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Literal["joint", "hooks"]]:
     from offbeat.graph.hooks import trace_hooks
-    from offbeat.graph.joint import trace_joint
 
     try:
+        from offbeat.graph.joint import trace_joint
+
         return *trace_joint(step), "joint"
     except CaptureError:
         raise
@@ -155,7 +147,7 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
 
 
 def _lacks_data(step: "Step") -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
+    from offbeat.torch_private import FakeTensor
 
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     return any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors)
@@ -163,9 +155,9 @@ def _lacks_data(step: "Step") -> bool:
 
 def _sentence(error: Exception) -> str:
     """The first line of an error that says something."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from offbeat.torch_private import DataDependentOutput, DynamicOutputShape
 
-    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+    if isinstance(error, DynamicOutputShape | DataDependentOutput):
         return f"its forward depends on the values of a tensor, at {error.func}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else ""

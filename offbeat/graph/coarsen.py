@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from offbeat.graph.model import ModelGraph, Operator, Phase
 
+Marks = dict[str, list[str]]
+"""Variables by the operator that first uses them, or that completes their gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -35,59 +38,41 @@ def segments(graph: ModelGraph) -> tuple[Segment, ...]:
     reads = _grouped((v.first_use, v.name) for v in graph.variables)
     completes = _grouped((v.gradient_from, v.name) for v in graph.gradient_order)
     cut: list[Segment] = []
-    for index, run in enumerate(_cut_before(graph.phase("forward"), reads)):
-        cut.append(_segment(f"forward.{index}", "forward", run, reads=_named(run, reads)))
-    for index, run in enumerate(_cut_after(graph.phase("backward"), completes)):
-        cut.append(_segment(f"backward.{index}", "backward", run, completes=_named(run, completes)))
-    cut.extend(_segment(operator.name, "optimizer", [operator]) for operator in graph.phase("optimizer"))
+    phases: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+    for phase in phases:
+        runs: list[list[Operator]] = []
+        for operator in graph.phase(phase):
+            begins = operator.name in reads if phase == "forward" else phase == "optimizer"
+            if begins or not runs or (phase == "backward" and runs[-1][-1].name in completes):
+                runs.append([])
+            runs[-1].append(operator)
+        cut += [_segment(phase, index, run, reads, completes) for index, run in enumerate(runs)]
     return tuple(cut)
 
 
-def _grouped(pairs: Iterable[tuple[str | None, str]]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
+def _grouped(pairs: Iterable[tuple[str | None, str]]) -> Marks:
+    groups: Marks = {}
     for operator, variable in pairs:
         if operator is not None:
             groups.setdefault(operator, []).append(variable)
     return groups
 
 
-def _cut_before(operators: Sequence[Operator], marks: dict[str, list[str]]) -> list[list[Operator]]:
-    runs: list[list[Operator]] = []
-    for operator in operators:
-        if not runs or operator.name in marks:
-            runs.append([])
-        runs[-1].append(operator)
-    return runs
-
-
-def _cut_after(operators: Sequence[Operator], marks: dict[str, list[str]]) -> list[list[Operator]]:
-    runs: list[list[Operator]] = []
-    closed = True
-    for operator in operators:
-        if closed:
-            runs.append([])
-        runs[-1].append(operator)
-        closed = operator.name in marks
-    return runs
-
-
-def _named(run: Sequence[Operator], marks: dict[str, list[str]]) -> tuple[str, ...]:
-    return tuple(variable for operator in run for variable in marks.get(operator.name, ()))
-
-
-def _segment(
-    name: str, phase: Phase, run: Sequence[Operator], reads: tuple[str, ...] = (), completes: tuple[str, ...] = ()
-) -> Segment:
+def _segment(phase: Phase, index: int, run: Sequence[Operator], reads: Marks, completes: Marks) -> Segment:
     measured = [0.0 if op.seconds is None and op.kind == "view" else op.seconds for op in run]
     known = [seconds for seconds in measured if seconds is not None]
     return Segment(
-        name=name,
+        name=run[0].name if phase == "optimizer" else f"{phase}.{index}",
         phase=phase,
         operators=tuple(operator.name for operator in run),
         flops=sum(operator.flops for operator in run),
         bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in run),
         activation_bytes=sum(operator.activation_bytes for operator in run),
         seconds=sum(known) if len(known) == len(measured) else None,
-        reads=reads,
-        completes=completes,
+        reads=_named(run, reads) if phase == "forward" else (),
+        completes=_named(run, completes) if phase == "backward" else (),
     )
+
+
+def _named(run: Sequence[Operator], marks: Marks) -> tuple[str, ...]:
+    return tuple(variable for operator in run for variable in marks.get(operator.name, ()))

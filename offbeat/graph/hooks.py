@@ -8,27 +8,21 @@ its autograd node: nodes are numbered in order, and the numbers at which modules
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, TensorSpec, Variable
-from offbeat.graph.step import (
-    Step,
-    aliases_of,
-    dtype_name,
-    module_calls,
-    python_random_kept,
-    standing_in,
-    tensor_spec,
-    uncompiled,
-)
+from offbeat.graph.step import Step, make_variables, module_calls, standing_in, tensor_spec, tracing
+from offbeat.torch_private import TorchDispatchMode, autograd_node_number, storage_of, stored_rows
+
+_WORK = ("flops", "bytes_read", "bytes_written", "activation_bytes")
 
 
 @dataclass(eq=False)
@@ -37,39 +31,30 @@ class _Run:
 
     name: str
     phase: Phase
-    module: str
-    target: str
-    flops: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    activation_bytes: int = 0
+    call: "_Call"
+    work: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_WORK, 0)))
     inputs: dict[str, None] = field(default_factory=dict)
     variables: dict[str, None] = field(default_factory=dict)
     outputs: tuple[TensorSpec, ...] = ()
-    weight_of_kind: dict[str, int] = field(default_factory=dict)
+    weight_of_kind: Counter[str] = field(default_factory=Counter)
 
     def operator(self) -> Operator:
-        # The kind that does most of the work names the whole; bytes decide where nothing is computed.
-        kind = max(self.weight_of_kind, key=lambda kind: self.weight_of_kind[kind], default="other")
         return Operator(
             name=self.name,
-            kind=kind,
-            target=self.target,
+            # The kind that does most of the work names the whole; bytes decide where nothing is computed.
+            kind=max(self.weight_of_kind, key=self.weight_of_kind.__getitem__, default="other"),
+            target=self.call.target,
             phase=self.phase,
-            module=self.module,
+            module=self.call.module,
             inputs=tuple(name for name in self.inputs if name != self.name),
             variables=tuple(self.variables),
             outputs=self.outputs,
-            flops=self.flops,
-            bytes_read=self.bytes_read,
-            bytes_written=self.bytes_written,
-            activation_bytes=self.activation_bytes,
+            **self.work,
         )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of one module; the model itself is called before any."""
+class _Call(NamedTuple):
+    """One call of one module; the model's own has serial 0."""
 
     module: str
     target: str
@@ -83,23 +68,22 @@ def trace_hooks(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
     stand_ins: dict[int, Tensor] = {id(originals[name]): leaf for name, leaf in leaves.items()}
     stand_ins.update((id(buffer), buffer.detach().clone()) for buffer in step.model.buffers())
     recorder = _Recorder(step, leaves)
-    with ExitStack() as stack:
-        stack.enter_context(python_random_kept())
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(_gradients_kept(originals))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(uncompiled())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(standing_in(step.model, stand_ins))
-        stack.enter_context(module_calls(step.model, recorder.enter, recorder.leave))
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        tracing(),
+        torch.random.fork_rng(devices=devices),
+        _gradients_kept(originals),
+        torch.autograd.set_multithreading_enabled(False),
+        standing_in(step.model, stand_ins),
+        module_calls(step.model, recorder.enter, recorder.leave),
+    ):
         inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in step.input_tensors()]
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda tensor: tensor):
             loss = step.loss(inputs)
             recorder.phase = "backward"
             loss.backward()
-    return tuple(run.operator() for run in recorder.runs), _variables(step, recorder, leaves)
+    operators = tuple(run.operator() for run in recorder.runs)
+    return operators, make_variables(step.model, operators, recorder.describe)
 
 
 def _leaf(parameter: nn.Parameter, model: nn.Module) -> nn.Parameter:
@@ -115,7 +99,7 @@ def _leaf(parameter: nn.Parameter, model: nn.Module) -> nn.Parameter:
 
 @contextmanager
 def _gradients_kept(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Parameters a model hides from the swap would get gradients of this step."""
+    """Afterwards each parameter has the gradient it had before, even one that the model hides from `standing_in`."""
     before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -127,27 +111,29 @@ def _gradients_kept(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every tensor operator of the step and books it to a run."""
+    """Adds every tensor operator of the step to a run."""
 
     def __init__(self, step: Step, leaves: dict[str, nn.Parameter]):
         super().__init__()
         self.phase: Phase = "forward"
         self.runs: list[_Run] = []
-        self.first_use: dict[str, str] = {}
-        self.gradient_from: dict[str, str] = {}
-        self.rows_of: dict[str, list[int]] = {}
+        self._first_use: dict[str, str] = {}
+        self._gradient_from: dict[str, str] = {}
+        self._linear_rows: dict[str, list[int]] = {}
         self._leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         self._name_of = {id(leaf): name for name, leaf in self._leaves.items()}
-        self._memory = _Memory(self._leaves)
+        self._variables_in: dict[int, list[tuple[range, str]]] = {}
+        """The bytes that each variable takes up in a storage; slices of one flat buffer share it."""
         self._root = _Call("", _class_name(step.model), 0)
         self._stack = [self._root]
         self._serial = 0
-        self._current: _Call | None = None
         self._boundaries: list[tuple[int, _Call]] = [(0, self._root)]
-        self._names: dict[str, int] = {}
+        self._names: Counter[str] = Counter()
         self._producer: dict[int, _Run] = {}
         self._kept: set[int] = set()
         for name, leaf in self._leaves.items():
+            start = leaf.storage_offset() * leaf.element_size()
+            self._variables_in.setdefault(_storage_key(leaf), []).append((range(start, start + leaf.nbytes), name))
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name))
 
     def enter(self, path: str, module: nn.Module, args: Any) -> None:
@@ -156,18 +142,20 @@ class _Recorder(TorchDispatchMode):
         self._boundaries.append((torch.autograd._get_sequence_nr(), self._stack[-1]))
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and id(weight) in self._name_of and args and isinstance(args[0], Tensor):
-            self.rows_of.setdefault(self._name_of[id(weight)], []).append(math.prod(args[0].shape[:-1]))
+            self._linear_rows.setdefault(self._name_of[id(weight)], []).append(math.prod(args[0].shape[:-1]))
 
     def leave(self, path: str) -> None:
         self._stack.pop()
         self._boundaries.append((torch.autograd._get_sequence_nr(), self._stack[-1]))
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """Books memory that autograd keeps to the run that made it, once."""
+        """Adds memory that autograd keeps to the run that made it, once."""
         key = _storage_key(tensor)
         if key in self._producer and key not in self._kept:
             self._kept.add(key)
-            self._producer[key].activation_bytes += _storage_bytes(tensor)
+            strided = tensor.layout == torch.strided
+            held = tensor.untyped_storage().nbytes() if strided else kinds.touched_bytes(tensor)
+            self._producer[key].work["activation_bytes"] += held
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,102 +171,59 @@ class _Recorder(TorchDispatchMode):
         run = self._run()
         flops = kinds.flops_of(func, args, kwargs, out)
         bytes_read, bytes_written = kinds.bytes_of(func, args, kwargs, out)
-        run.flops += flops
-        run.bytes_read += bytes_read
-        run.bytes_written += bytes_written
-        kind = kinds.kind_of(func)
-        run.weight_of_kind[kind] = run.weight_of_kind.get(kind, 0) + flops * 2**20 + bytes_read + bytes_written
+        run.work.update(flops=flops, bytes_read=bytes_read, bytes_written=bytes_written)
+        run.weight_of_kind[kinds.kind_of(func)] += flops * 2**20 + bytes_read + bytes_written
         for tensor in kinds.tensors_in((args, kwargs)):
-            source = self._producer.get(_storage_key(tensor))
-            if source is not None:
-                run.inputs[source.name] = None
-            for name in self._memory.names_at(tensor):
-                run.variables[name] = None
-                if self.phase == "forward" and not kinds.is_view(func):
-                    self.first_use.setdefault(name, run.name)
+            key = _storage_key(tensor)
+            if key in self._producer:
+                run.inputs[self._producer[key].name] = None
+            for taken, name in self._variables_in.get(key, ()):
+                if tensor.storage_offset() * tensor.element_size() in taken:
+                    run.variables[name] = None
+                    if self.phase == "forward" and not kinds.is_view(func):
+                        self._first_use.setdefault(name, run.name)
         if not kinds.is_view(func):
             self._producer.update((_storage_key(tensor), run) for tensor in results)
         run.outputs = tuple(tensor_spec(tensor) for tensor in results)
         return out
 
     def _run(self) -> _Run:
-        """The run that goes on, or a new one if another module's turn has come."""
+        """The current run, or a new one if the operator belongs to another call."""
         call = self._stack[-1] if self.phase == "forward" else self._call_of_backward()
-        if self.runs and self._current == call and self.runs[-1].phase == self.phase:
-            return self.runs[-1]
-        self._current = call
-        base = f"{self.phase}.{call.module or 'model'}"
-        count = self._names.get(base, 0)
-        self._names[base] = count + 1
-        self.runs.append(_Run(f"{base}#{count}" if count else base, self.phase, call.module, call.target))
+        if not self.runs or (self.runs[-1].call, self.runs[-1].phase) != (call, self.phase):
+            base = f"{self.phase}.{call.module or 'model'}"
+            count = self._names[base]
+            self._names[base] += 1
+            self.runs.append(_Run(f"{base}#{count}" if count else base, self.phase, call))
         return self.runs[-1]
 
     def _call_of_backward(self) -> _Call:
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else math.inf
-        if number > self._boundaries[-1][0]:
-            # The engine adds gradients and stores them on its own account, between two nodes.
-            return self._current or self._root
+        number = autograd_node_number()
+        if number is None or number > self._boundaries[-1][0]:
+            # Between two nodes the engine itself adds and stores gradients.
+            return self.runs[-1].call if self.runs else self._root
         return self._boundaries[bisect.bisect_right(self._boundaries, number, key=lambda b: b[0]) - 1][1]
+
+    def describe(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        """What was seen of a variable."""
+        gradient = self._leaves[name].grad
+        sparse = gradient is not None and gradient.is_sparse
+        rows = self._linear_rows.get(name, [])
+        return {
+            "first_use": self._first_use.get(name),
+            "gradient_from": self._gradient_from.get(name),
+            "sparse": sparse,
+            "sparse_rows": min(stored_rows(gradient), parameter.shape[0]) if gradient is not None and sparse else 0,
+            "factor_rows": rows[0] if len(rows) == 1 and name in self._gradient_from else 0,
+        }
 
     def _ready(self, name: str) -> None:
         if self.runs and self.runs[-1].phase == "backward":
-            self.gradient_from[name] = self.runs[-1].name
-
-
-class _Memory:
-    """Finds the variables behind a tensor, views of them included."""
-
-    def __init__(self, leaves: dict[str, nn.Parameter]):
-        self._ranges: dict[int, list[tuple[int, int, str]]] = {}
-        for name, leaf in leaves.items():
-            start = leaf.storage_offset() * leaf.element_size()
-            end = start + leaf.numel() * leaf.element_size()
-            self._ranges.setdefault(_storage_key(leaf), []).append((start, end, name))
-
-    def names_at(self, tensor: Tensor) -> Iterator[str]:
-        # Parameters that are slices of one flat buffer share its storage.
-        for start, end, name in self._ranges.get(_storage_key(tensor), ()):
-            position = tensor.storage_offset() * tensor.element_size()
-            if start <= position < end:
-                yield name
-
-
-def _variables(step: Step, recorder: _Recorder, leaves: dict[str, nn.Parameter]) -> tuple[Variable, ...]:
-    position = {run.name: index for index, run in enumerate(recorder.runs)}
-    aliases = aliases_of(step.model)
-    found = []
-    for name, leaf in leaves.items():
-        if not leaf.requires_grad:
-            continue
-        first_use = recorder.first_use.get(name)
-        sparse = leaf.grad is not None and leaf.grad.is_sparse
-        rows = recorder.rows_of.get(name, [])
-        variable = Variable(
-            name=name,
-            shape=tuple(leaf.shape),
-            dtype=dtype_name(leaf.dtype),
-            first_use=first_use,
-            gradient_from=recorder.gradient_from.get(name),
-            sparse=sparse,
-            sparse_rows=min(leaf.grad._nnz(), leaf.shape[0]) if sparse and leaf.grad is not None else 0,
-            factor_rows=rows[0] if len(rows) == 1 and name in recorder.gradient_from else 0,
-            aliases=aliases[name],
-        )
-        found.append((position[first_use] if first_use else math.inf, variable))
-    return tuple(variable for _, variable in sorted(found, key=lambda item: item[0]))
+            self._gradient_from[name] = self.runs[-1].name
 
 
 def _storage_key(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage()._cdata
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided:
-        return kinds.touched_bytes(tensor)
-    return tensor.untyped_storage().nbytes()
+    return storage_of(tensor) if tensor.layout == torch.strided else id(tensor)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -11,21 +11,17 @@ The tracer looks through `torch.utils.checkpoint`: the graph is that of the mode
 RNN layers apart into one set of operators per step.
 """
 
-import math
 import operator as builtin
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd import descriptors
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx import traceback as fx_traceback
 
@@ -33,13 +29,20 @@ from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, Variable
 from offbeat.graph.step import (
     Step,
-    aliases_of,
-    dtype_name,
+    make_variables,
     module_calls,
-    python_random_kept,
+    sparse_embeddings,
     standing_in,
     tensor_spec,
-    uncompiled,
+    tracing,
+)
+from offbeat.torch_private import (
+    DataDependentOutput,
+    FakeTensorMode,
+    aot_export_joint,
+    as_if_compiling,
+    descriptors,
+    detect_fake_mode,
 )
 
 _MODULE_KEY = "offbeat_module"
@@ -48,12 +51,11 @@ _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
 
 def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]:
     """Forward and backward operators in execution order, and the variables in order of first use."""
-    sparse_tables = {id(module.weight) for module in _sparse_embeddings(step.model)}
+    sparse_tables = {id(module.weight) for module in sparse_embeddings(step.model)}
     try:
         graph, names = joint_graph(step)
-    except DataDependentOutputException:
-        # Libraries that look at values where they can skip work do not while compiling.
-        with patch.object(torch.compiler, "_is_compiling_flag", True):
+    except DataDependentOutput:
+        with as_if_compiling():
             graph, names = joint_graph(step)
     walk = Walk(graph, names)
     operators = walk.operators()
@@ -69,10 +71,8 @@ class _Stateless(nn.Module):
         self.step = step
         self.originals = originals
         for name, fake in fakes.items():
-            if isinstance(fake, nn.Parameter):
-                self.register_parameter(name, fake)
-            else:
-                self.register_buffer(name, fake)
+            register = self.register_parameter if isinstance(fake, nn.Parameter) else self.register_buffer
+            register(name, fake)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         stand_ins = {id(tensor): getattr(self, name) for name, tensor in self.originals.items()}
@@ -90,20 +90,17 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(uncompiled())
+        stack.enter_context(tracing())
         stack.enter_context(mode)
         fakes = {key: _fake(tensor) for key, tensor in originals.items()}
         fake_inputs = tuple(_fake(tensor) for tensor in inputs)
         loose = {id(tensor): _fake(tensor) for tensor in _loose_meta_tensors(step.model)}
         stack.enter_context(_annotated_modules(step.model))
-        stack.enter_context(python_random_kept())
         stack.enter_context(standing_in(step.model, loose))
         stack.enter_context(patch.object(nn.functional, "dropout", _dropout))
-        for module in _sparse_embeddings(step.model):
+        for module in sparse_embeddings(step.model):
             module.sparse = False  # sparse gradients cannot be traced; `standing_in` sets it back
-        joint = aot_export_joint_with_descriptors(stack, _Stateless(step, fakes, originals), fake_inputs)
+        joint = aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
     return joint.graph_module.graph, names
 
 
@@ -114,12 +111,6 @@ def _fake(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
-
-
-def _sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [
-        module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -138,30 +129,28 @@ def _loose_meta_tensors(model: nn.Module) -> Iterator[Tensor]:
 @contextmanager
 def _annotated_modules(model: nn.Module) -> Iterator[None]:
     """Traced nodes carry the path of the module whose forward made them."""
-    open_annotations: list[Any] = []
+    opened: list[Any] = []
 
     def enter(path: str, module: nn.Module, args: Any) -> None:
-        annotation = fx_traceback.annotate({_MODULE_KEY: path})
-        annotation.__enter__()
-        open_annotations.append(annotation)
+        opened.append(fx_traceback.annotate({_MODULE_KEY: path}))
+        opened[-1].__enter__()
 
     def leave(path: str) -> None:
-        open_annotations.pop().__exit__(None, None, None)
+        opened.pop().__exit__(None, None, None)
 
     with module_calls(model, enter, leave):
         try:
             yield
         finally:
-            while open_annotations:
+            while opened:
                 leave("")
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """Memory first written by one node: `index` of its results, or all of it."""
+class _Storage(NamedTuple):
+    """Memory first written by one node: one of its results, or all of it."""
 
     node: Node
-    index: int | None = None
+    result: int | None = None
 
 
 class Walk:
@@ -169,15 +158,18 @@ class Walk:
 
     def __init__(self, graph: Graph, names: dict[str, str]):
         self.nodes = [node for node in graph.nodes if node.op == "call_function"]
-        self.variable_of: dict[Node, str] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            desc = node.meta.get("desc")
-            if isinstance(desc, descriptors.ParamAOTInput) and desc.target in names:
-                self.variable_of[node] = names[desc.target]
+        inputs = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
+        self.variable_of = {
+            node: names[desc.target]
+            for node, desc in inputs.items()
+            if isinstance(desc, descriptors.ParamAOTInput) and desc.target in names
+        }
         self.gradients = dict(_gradients(graph, names))
-        first_backward = (i for i, node in enumerate(self.nodes) if node.meta.get("partitioner_tag") == "is_backward")
-        start = next(first_backward, len(self.nodes))
+        tags = (node.meta.get("partitioner_tag") for node in self.nodes)
+        start = next((place for place, tag in enumerate(tags) if tag == "is_backward"), len(self.nodes))
         self.backward = set(self.nodes[start:])
+        self.computing = [node for node in self.nodes if _is_operator(node) and not kinds.is_view(node.target)]
+        """The operators that read data, not views of it."""
         self.storage: dict[Node, _Storage] = {}
         for node in graph.nodes:
             self.storage[node] = self._storage_of(node)
@@ -185,7 +177,7 @@ class Walk:
 
     def operators(self) -> tuple[Operator, ...]:
         kept = self._kept_bytes()
-        return tuple(self._operator(node, kept.get(node, 0)) for node in self.nodes if _is_operator(node))
+        return tuple(self._operator(node, kept[node]) for node in self.nodes if _is_operator(node))
 
     def producer(self, node: Node) -> Node | None:
         """The operator whose result the node is, seen through nodes that are no operators."""
@@ -204,8 +196,8 @@ class Walk:
     def readers(self) -> dict[str, list[Node]]:
         """The forward operators that read each variable's data, in order."""
         readers: dict[str, list[Node]] = {}
-        for node in self.nodes:
-            if node not in self.backward and _is_operator(node) and not kinds.is_view(node.target):
+        for node in self.computing:
+            if node not in self.backward:
                 for name in self.variables_read(node):
                     readers.setdefault(name, []).append(node)
         return readers
@@ -218,7 +210,7 @@ class Walk:
         return Operator(
             name=node.name,
             kind=kinds.kind_of(node.target),
-            target=kinds.target_name(node.target),
+            target=str(node.target),
             phase=phase,
             module=self.module[node],
             inputs=tuple(dict.fromkeys(source.name for source in producers if source is not None)),
@@ -240,20 +232,17 @@ class Walk:
                 return self.storage[node.args[0]]
         return _Storage(node)
 
-    def _kept_bytes(self) -> dict[Node, int]:
+    def _kept_bytes(self) -> Counter[Node]:
         """For each forward operator, the bytes of its own storages that backward reads."""
         kept: dict[_Storage, None] = {}
-        for node in self.nodes:
-            if node in self.backward and _is_operator(node) and not kinds.is_view(node.target):
-                for source in node.all_input_nodes:
-                    storage = self.storage[source]
-                    if storage.node.op == "call_function" and storage.node not in self.backward:
-                        kept[storage] = None
-        total: dict[Node, int] = {}
-        for storage in kept:
-            value = storage.node.meta["val"]
-            tensors = kinds.tensors_in(value if storage.index is None else value[storage.index])
-            total[storage.node] = total.get(storage.node, 0) + sum(map(kinds.touched_bytes, tensors))
+        read = (source for node in self.computing if node in self.backward for source in node.all_input_nodes)
+        for storage in map(self.storage.__getitem__, read):
+            if storage.node.op == "call_function" and storage.node not in self.backward:
+                kept[storage] = None
+        total: Counter[Node] = Counter()
+        for node, result in kept:
+            value = node.meta["val"]
+            total[node] += sum(map(kinds.touched_bytes, kinds.tensors_in(value if result is None else value[result])))
         return total
 
     def _modules(self) -> dict[Node, str]:
@@ -288,13 +277,10 @@ def _gradients(graph: Graph, names: dict[str, str]) -> Iterator[tuple[str, Node]
 def _variables(
     step: Step, walk: Walk, operators: tuple[Operator, ...], sparse_tables: set[int]
 ) -> tuple[Variable, ...]:
-    position = {operator.name: index for index, operator in enumerate(operators)}
     first_backward = next((op.name for op in operators if op.phase == "backward"), None)
-    aliases, readers = aliases_of(step.model), walk.readers()
-    found: list[tuple[float, Variable]] = []
-    for name, parameter in step.model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    readers = walk.readers()
+
+    def describe(name: str, parameter: nn.Parameter) -> dict[str, Any]:
         uses = readers.get(name, [])
         gradient_from = None
         if (gradient := walk.gradients.get(name)) is not None:
@@ -302,20 +288,16 @@ def _variables(
             # A gradient that is the loss's own (a parameter returned as the loss) is there from the start.
             gradient_from = source.name if source in walk.backward and source is not None else first_backward
         sparse = id(parameter) in sparse_tables and all(kinds.kind_of(use.target) == "embedding" for use in uses)
-        looked_up = sum(_index_count(use) for use in uses) if sparse else 0
-        variable = Variable(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=dtype_name(parameter.dtype),
-            first_use=uses[0].name if uses else None,
-            gradient_from=gradient_from,
-            sparse=sparse,
-            sparse_rows=min(looked_up, parameter.shape[0]) if sparse else 0,
-            factor_rows=_factor_rows(gradient, tuple(parameter.shape)),
-            aliases=aliases[name],
-        )
-        found.append((position[uses[0].name] if uses else math.inf, variable))
-    return tuple(variable for _, variable in sorted(found, key=lambda item: item[0]))
+        looked_up = sum(_values(use.args)[1].numel() for use in uses) if sparse else 0
+        return {
+            "first_use": uses[0].name if uses else None,
+            "gradient_from": gradient_from,
+            "sparse": sparse,
+            "sparse_rows": min(int(looked_up), parameter.shape[0]) if sparse else 0,
+            "factor_rows": _factor_rows(gradient, tuple(parameter.shape)),
+        }
+
+    return make_variables(step.model, operators, describe)
 
 
 def _factor_rows(gradient: Node | None, shape: tuple[int, ...]) -> int:
@@ -331,21 +313,18 @@ def _factor_rows(gradient: Node | None, shape: tuple[int, ...]) -> int:
     return 0
 
 
-def _index_count(lookup: Node) -> int:
-    return int(_values(lookup.args)[1].numel())
-
-
 def _with_sparse_gradients(operators: tuple[Operator, ...], variables: tuple[Variable, ...]) -> tuple[Operator, ...]:
     """The operators with the rows that sparse gradients hold in place of the dense tables that were traced."""
-    sparse = {v.gradient_from: v for v in variables if v.sparse and v.gradient_from is not None}
-    changed = []
-    for operator in operators:
-        variable = sparse.get(operator.name)
-        if variable is not None and operator.kind == "embedding":
-            spec = replace(operator.outputs[0], shape=(variable.sparse_rows, *variable.shape[1:]))
-            operator = replace(operator, outputs=(spec,), bytes_written=spec.bytes)  # noqa: PLW2901
-        changed.append(operator)
-    return tuple(changed)
+    sparse = {v.gradient_from: v for v in variables if v.sparse}
+
+    def shrunk(operator: Operator) -> Operator:
+        variable = sparse.get(operator.name) if operator.kind == "embedding" else None
+        if variable is None:
+            return operator
+        spec = replace(operator.outputs[0], shape=(variable.sparse_rows, *variable.shape[1:]))
+        return replace(operator, outputs=(spec,), bytes_written=spec.bytes)
+
+    return tuple(map(shrunk, operators))
 
 
 def _is_operator(node: Node) -> bool:

@@ -6,11 +6,12 @@ written, of reductions, norms and losses one per element read.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils import flop_counter
+
+from offbeat.torch_private import all_overloads, pytree, schema_of, stored_rows
 
 _NAMES_OF_KIND = {
     "matmul": (
@@ -72,14 +73,9 @@ _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 _SDPA_BY_SHAPE = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"}
 
 
-def target_name(target: Any) -> str:
-    """'aten.mm.default', or the name of a higher-order operator."""
-    return str(target)
-
-
 def base_name(target: Any) -> str:
     """'mm' of aten.mm.default; in-place forms have their functional form's name."""
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     name = schema.name.rpartition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
@@ -108,15 +104,14 @@ def is_view(target: Any) -> bool:
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results, each once."""
-    found: dict[int, torch.Tensor] = {}
-    _collect(values, found)
-    return list(found.values())
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Bytes of memory behind a tensor: an expanded dimension is the same memory again and again."""
     if tensor.layout != torch.strided:
-        return tensor._nnz() * tensor.element_size() * max(1, math.prod(tensor.shape[1:]))
+        return stored_rows(tensor) * tensor.element_size() * max(1, math.prod(tensor.shape[1:]))
     if tensor.numel() == 0:
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -128,7 +123,7 @@ def flops_of(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     kind = kind_of(target)
     if kind == "view":
         return 0
-    formula = flop_counter.flop_registry.get(getattr(target, "_overloadpacket", target))
+    formula = flop_counter.flop_registry.get(all_overloads(target))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
     name = base_name(target)
@@ -196,13 +191,3 @@ def _recurrent_flops(name: str, args: Any) -> int:
     steps = math.prod(tensors[0].shape[:-1]) if tensors else 0
     weights = sum(tensor.numel() for tensor in tensors[1:] if tensor.dim() == 2)
     return 2 * weights * steps * (2 if name.endswith("_backward") else 1)
-
-
-def _collect(values: Any, found: dict[int, torch.Tensor]) -> None:
-    if isinstance(values, torch.Tensor):
-        found.setdefault(id(values), values)
-    elif isinstance(values, dict):
-        _collect(values.values(), found)
-    elif isinstance(values, Iterable) and not isinstance(values, str | bytes):
-        for value in values:
-            _collect(value, found)

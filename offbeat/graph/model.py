@@ -1,18 +1,19 @@
 """ModelGraph: the operators and variables of one training step on one device.
 
 Operators are in execution order: forward, then backward, then one optimizer operator per variable. Variables are in the
-order of their first use in forward. Sizes are bytes, work is FLOP, times are seconds; all for one replica's batch.
+order of their first use in forward. Sizes are bytes, work is FLOP, times are seconds; all for one replica's batch, or
+for one of them where a step accumulates the gradients of several (`passes`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from os import PathLike
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from offbeat import files
 from offbeat.errors import OffbeatError
@@ -40,10 +41,10 @@ ITEM_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and element type of a tensor that need not exist."""
+class _Sized:
+    """Sizes of anything that has a shape and an element type."""
 
+    __slots__ = ()
     shape: tuple[int, ...]
     dtype: str
 
@@ -54,6 +55,14 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         return self.elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec(_Sized):
+    """Shape and element type of a tensor that need not exist."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(_Sized):
     """A trainable tensor."""
 
     name: str
@@ -103,31 +112,19 @@ class Variable:
     """Other names of the same tensor in the model (tied weights)."""
 
     @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * ITEM_BYTES[self.dtype]
-
-    @property
     def updated_elements(self) -> int:
         """Elements that one step changes: all, or the rows of a sparse gradient."""
         return self.sparse_rows * math.prod(self.shape[1:]) if self.sparse else self.elements
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(_Sized):
     """A tensor of the model that is not trained: a buffer or a frozen parameter."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Literal["buffer", "frozen"]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -144,39 +141,42 @@ class ModelGraph:
     optimizer: str = "SGD"
     optimizer_slots: int = 0
     """Tensors of a variable's size that the optimizer keeps for it: 0 for plain SGD, 1 with momentum, 2 for Adam."""
+    passes: int = 1
+    """Forward and backward passes of a step in which the training loop accumulates gradients. The operators are those
+    of one pass; only the last pass synchronises, and one update follows it."""
     format: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.format != 1:
-            raise OffbeatError(f"graph {quote(self.name)}: format must be 1, got {self.format}")
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise OffbeatError(f"graph {quote(self.name)}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
         operators = self.operator_index
+        if self.format != 1:
+            yield f"format must be 1, got {self.format}"
+        if self.passes < 1:
+            yield f"passes must be at least 1, got {self.passes}"
         if len(operators) != len(self.operators):
-            raise OffbeatError(f"graph {quote(self.name)}: two operators have the same name")
+            yield "two operators have the same name"
         if len(self.variable_index) != len(self.variables):
-            raise OffbeatError(f"graph {quote(self.name)}: two variables have the same name")
+            yield "two variables have the same name"
         for position, operator in enumerate(self.operators):
             for name in operator.inputs:
                 if operators.get(name, position) >= position:
-                    raise OffbeatError(
-                        f"graph {quote(self.name)}: operator {quote(operator.name)} reads {quote(name)}, "
-                        "which does not run before it"
-                    )
+                    yield f"operator {quote(operator.name)} reads {quote(name)}, which does not run before it"
             for name in operator.variables:
                 if name not in self.variable_index:
-                    raise OffbeatError(
-                        f"graph {quote(self.name)}: operator {quote(operator.name)} reads no variable {quote(name)}"
-                    )
+                    yield f"operator {quote(operator.name)} reads no variable {quote(name)}"
         for variable in self.variables:
             for used in (variable.first_use, variable.gradient_from):
                 if used is not None and used not in operators:
-                    raise OffbeatError(
-                        f"graph {quote(self.name)}: variable {quote(variable.name)} names no operator {quote(used)}"
-                    )
-        tensors: list[Variable | Constant | TensorSpec] = [*self.variables, *self.constants, *self.inputs]
-        tensors += [output for operator in self.operators for output in operator.outputs]
+                    yield f"variable {quote(variable.name)} names no operator {quote(used)}"
+        outputs = (output for operator in self.operators for output in operator.outputs)
+        tensors: tuple[_Sized, ...] = (*self.variables, *self.constants, *self.inputs, *outputs)
         unknown = {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys()
         if unknown:
-            raise OffbeatError(f"graph {quote(self.name)}: unknown dtype {quote(min(unknown))}")
+            yield f"unknown dtype {quote(min(unknown))}"
 
     @cached_property
     def operator_index(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class ModelGraph:
     @property
     def parameter_count(self) -> int:
         """Elements of all variables and frozen parameters; tied weights count once."""
-        frozen = sum(math.prod(c.shape) for c in self.constants if c.kind == "frozen")
+        frozen = sum(c.elements for c in self.constants if c.kind == "frozen")
         return frozen + sum(variable.elements for variable in self.variables)
 
     @property
@@ -230,6 +230,9 @@ class ModelGraph:
         """Equal for graphs of the same step, whether profiled or not and whatever they are called."""
         content = asdict(self)
         content.pop("name")
+        if self.passes == 1:
+            # Trials kept from before the field existed are found by their digest.
+            content.pop("passes")
         for operator in content["operators"]:
             operator.pop("seconds")
         return files.digest(content)
@@ -257,12 +260,11 @@ class ModelGraph:
     @classmethod
     def from_json(cls, content: bytes | str, origin: str = "graph") -> "ModelGraph":
         """Validates everything; the error names `origin`, the field and the value."""
+        with files.problems_named(f"{origin}: not a model graph"):
+            graph = _adapter().validate_json(content)
         try:
-            graph: ModelGraph = _adapter().validate_json(content)
             # Numbers beyond 64 bits could be read, but never written again.
             graph.to_json()
-        except ValidationError as error:
-            raise OffbeatError(f"{origin}: not a model graph: {files.first_problem(error)}") from None
         except orjson.JSONEncodeError as error:
             raise OffbeatError(f"{origin}: not a model graph: {error}") from None
         return graph
@@ -298,11 +300,7 @@ def update_operators(variables: Iterable[Variable], optimizer: str, slots: int) 
     )
 
 
-def _adapter() -> TypeAdapter[Any]:
-    global _ADAPTER  # noqa: PLW0603 - building the validator takes milliseconds and is needed once
-    if _ADAPTER is None:
-        _ADAPTER = TypeAdapter(ModelGraph)
-    return _ADAPTER
-
-
-_ADAPTER: TypeAdapter[Any] | None = None
+@cache
+def _adapter() -> TypeAdapter[ModelGraph]:
+    # Building the validator takes milliseconds, which only readers of files need to wait for.
+    return TypeAdapter(ModelGraph)

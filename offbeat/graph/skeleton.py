@@ -6,76 +6,55 @@ the runtime measures in the first steps.
 
 import torch
 
-from offbeat.graph.model import Constant, ModelGraph, Operator, Variable, update_operators
+from offbeat.graph.model import ModelGraph, Operator, Phase, update_operators
+from offbeat.graph.step import constants_of, make_variables, sparse_embeddings
 
 _ASSUMED_ROWS = 1024
 """Rows a sparse gradient is taken to hold until a step shows otherwise."""
 
 
-def skeleton(model: torch.nn.Module, name: str | None = None) -> ModelGraph:
+def skeleton(model: torch.nn.Module) -> ModelGraph:
     """One forward and one backward operator per module with parameters of its own; forward in registration order."""
-    sparse = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-    }
-    names: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    owners: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
-    constants = [_constant(path, buffer, "buffer") for path, buffer in model.named_buffers()]
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            constants.append(_constant(path, parameter, "frozen"))
-        elif id(parameter) in names:
-            aliases.setdefault(names[id(parameter)], []).append(path)
-        else:
-            names[id(parameter)] = path
-            owners.setdefault(path.rpartition(".")[0], []).append((path, parameter))
-    variables = []
-    for owner, held in owners.items():
-        for path, parameter in held:
-            rows = parameter.shape[0] if id(parameter) in sparse else 0
-            variables.append(
-                Variable(
-                    name=path,
-                    shape=tuple(parameter.shape),
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    first_use=f"forward.{owner}",
-                    gradient_from=f"backward.{owner}",
-                    sparse=id(parameter) in sparse,
-                    sparse_rows=min(rows, _ASSUMED_ROWS),
-                    aliases=tuple(aliases.get(path, ())),
-                )
-            )
-    forward = [_operator("forward", owner, held) for owner, held in owners.items()]
-    backward = [_operator("backward", owner, held) for owner, held in reversed(owners.items())]
+    sparse = {id(embedding.weight) for embedding in sparse_embeddings(model)}
+    owned: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            owned.setdefault(path.rpartition(".")[0], {})[path] = parameter
+    forward = [_operator("forward", owner, held) for owner, held in owned.items()]
+    backward = [_operator("backward", owner, held) for owner, held in reversed(owned.items())]
+
+    def describe(path: str, parameter: torch.nn.Parameter) -> dict[str, object]:
+        owner = path.rpartition(".")[0]
+        return {
+            "first_use": f"forward.{owner}",
+            "gradient_from": f"backward.{owner}",
+            "sparse": id(parameter) in sparse,
+            "sparse_rows": min(parameter.shape[0], _ASSUMED_ROWS) if id(parameter) in sparse else 0,
+        }
+
+    variables = make_variables(model, forward, describe)
     return ModelGraph(
-        name=name or type(model).__name__,
+        name=type(model).__name__,
         operators=(*forward, *backward, *update_operators(variables, "SGD", 0)),
-        variables=tuple(variables),
-        constants=tuple(constants),
+        variables=variables,
+        constants=constants_of(model),
         source="skeleton",
     )
 
 
-def _operator(phase: str, owner: str, held: list[tuple[str, torch.nn.Parameter]]) -> Operator:
-    size = sum(parameter.numel() * parameter.itemsize for _, parameter in held)
+def _operator(phase: Phase, owner: str, held: dict[str, torch.nn.Parameter]) -> Operator:
+    size = sum(parameter.numel() * parameter.itemsize for parameter in held.values())
     return Operator(
         name=f"{phase}.{owner}",
         kind="other",
         target="module",
-        phase=phase,  # type: ignore[arg-type]
+        phase=phase,
         module=owner,
         inputs=(),
-        variables=tuple(path for path, _ in held),
+        variables=tuple(held),
         outputs=(),
         flops=0,
         bytes_read=size,
         bytes_written=0 if phase == "forward" else size,
         activation_bytes=0,
     )
-
-
-def _constant(path: str, tensor: torch.Tensor, kind: str) -> Constant:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Constant(name=path, shape=tuple(tensor.shape), dtype=dtype, kind=kind)  # type: ignore[arg-type]

@@ -6,20 +6,21 @@ weights' memory), so that whatever forward does to them, the model is afterwards
 
 import functools
 import inspect
+import math
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from offbeat.errors import CaptureError
-from offbeat.graph.model import ITEM_BYTES, Constant, TensorSpec
+from offbeat.graph.model import ITEM_BYTES, Constant, Operator, TensorSpec, Variable
+from offbeat.torch_private import nested_tracing, pytree, registries
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,9 @@ class Step:
 
 def make_step(model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Step:
     """Sorts the example inputs into arguments of the model and of the loss function."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    targets: tuple[Any, ...] = ()
-    if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
-    elif isinstance(example_inputs, tuple | list):
-        args = tuple(example_inputs)
-    else:
-        args = (example_inputs,)
+    named = isinstance(example_inputs, Mapping)
+    listed = example_inputs if isinstance(example_inputs, tuple | list) else () if named else (example_inputs,)
+    args, targets = tuple(listed), ()
     if loss_fn is not None and _required_parameters(loss_fn) == 2:
         if len(args) < 2:
             raise CaptureError(
@@ -73,7 +68,7 @@ def make_step(model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any]
                 f"target, got {type(example_inputs).__name__}"
             )
         args, targets = args[:-1], args[-1:]
-    return Step(model, args, kwargs, targets, loss_fn)
+    return Step(model, args, dict(example_inputs) if named else {}, targets, loss_fn)
 
 
 def loss_of_output(output: Any) -> Tensor:
@@ -106,14 +101,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name of each parameter → its other names."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    others: dict[str, list[str]] = {name: [] for name in first.values()}
+def make_variables(
+    model: nn.Module, operators: Iterable[Operator], describe: Callable[[str, nn.Parameter], dict[str, Any]]
+) -> tuple[Variable, ...]:
+    """The trainable parameters in order of first use; `describe` gives what a trace has found out about one."""
+    position = {operator.name: index for index, operator in enumerate(operators)}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name != first[id(parameter)]:
-            others[first[id(parameter)]].append(name)
-    return {name: tuple(more) for name, more in others.items()}
+        names.setdefault(id(parameter), []).append(name)
+    variables = [
+        Variable(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            aliases=tuple(names[id(parameter)][1:]),
+            **describe(name, parameter),
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    return tuple(sorted(variables, key=lambda each: position[each.first_use] if each.first_use else math.inf))
+
+
+def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
+    """The embeddings whose gradients are sparse."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [embedding for embedding in embeddings if embedding.sparse]
 
 
 def constants_of(model: nn.Module) -> tuple[Constant, ...]:
@@ -131,44 +144,41 @@ def standing_in(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[N
     """Inside, the model holds `stand_ins[id(tensor)]` wherever it held `tensor`; after, it holds what it held before,
     and every attribute that forward bound anew is what it was."""
     modules = list(model.modules())
-    before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    held = [registry for m in modules for registry in (m.__dict__, *registries(m))]
+    before = [dict(registry) for registry in held]
     try:
         for module in modules:
+            own = registries(module)
             for key, value in list(module.__dict__.items()):
-                if key in ("_parameters", "_buffers"):
+                if any(value is registry for registry in own[:2]):
                     value.update(_swapped(value, stand_ins) or {})
                 elif (replaced := _swapped(value, stand_ins)) is not None:
                     module.__dict__[key] = replaced
         yield
     finally:
-        for module, attributes, parameters, buffers, children in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for current, saved in (
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-                (module._modules, children),
-            ):
-                current.clear()
-                current.update(saved)
+        for registry, saved in zip(held, before, strict=True):
+            registry.clear()
+            registry.update(saved)
 
 
 @contextmanager
-def python_random_kept() -> Iterator[None]:
-    """Numbers that Python and NumPy draw at random inside do not change those drawn after."""
+def tracing() -> Iterator[None]:
+    """Inside, gradients are recorded and compiled functions and submodules run as they were written.
+
+    Random numbers that Python and NumPy draw inside do not change those drawn after.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        yield
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            nested_tracing(),
+        ):
+            yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, compiled functions and submodules run as they were written."""
-    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-        yield
 
 
 @contextmanager
@@ -215,18 +225,15 @@ def _required_parameters(function: Callable[..., Any]) -> int:
 
 
 def _floating_tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floating_tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _floating_tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _floating_tensors(getattr(output, name))
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield output
+    parts: Iterable[Any] = output if isinstance(output, tuple | list) else ()
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif is_dataclass(output):
+        parts = [getattr(output, field.name) for field in fields(output)]
+    for part in parts:
+        yield from _floating_tensors(part)
 
 
 def _differentiable(loss: Tensor, what: str) -> Tensor:

@@ -4,3 +4,16 @@
 DistributedDataParallel stays and takes over a strategy's buckets and encoders. Offbeat itself needs none of the
 packages; importing a module whose package is missing says which extra installs it.
 """
+
+import os
+
+from offbeat.errors import OffbeatError
+from offbeat.strategy import Strategy
+
+Wanted = str | os.PathLike[str] | Strategy
+"""What `offbeat.distribute` takes for a strategy."""
+
+
+def missing(package: str, extra: str) -> OffbeatError:
+    """One sentence for a package that is not installed."""
+    return OffbeatError(f"{package} is not installed: run pip install 'offbeat[{extra}]'")

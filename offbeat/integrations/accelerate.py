@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offbeat.api import distribute
 from offbeat.errors import OffbeatError
-from offbeat.integrations.joining import Wanted, join
+from offbeat.integrations import Wanted
 
 _KINDS = ("MULTI_CPU", "MULTI_GPU")
 
@@ -51,6 +52,6 @@ def adopt(
         )
     if accelerator.device_placement:
         model.to(accelerator.device)
-    join(model, optimizer, strategy, **options)
+    distribute(model, optimizer, strategy, **options)
     # Only an evaluated model stays without DDP around it; everything else is done as for training.
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)

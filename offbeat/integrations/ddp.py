@@ -22,21 +22,18 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
-from offbeat.integrations.joining import Wanted
+from offbeat.integrations import Wanted
 from offbeat.plan import Plan, lower
-from offbeat.runtime.encoders import MessageEncoder, make_encoder
+from offbeat.runtime.sync.encoders import MessageEncoder, make_encoder
 from offbeat.strategy import Encoder
+from offbeat.torch_private import has_communication_hook
 
 _MEBIBYTE = 2**20
 _SYNCHRONIZERS = ("all_reduce", "sparse_all_gather")
 
 
 def ddp_kwargs(
-    strategy: Wanted,
-    model: torch.nn.Module,
-    *,
-    graph: ModelGraph | None = None,
-    cluster: ClusterSpec | None = None,
+    strategy: Wanted, model: torch.nn.Module, *, graph: ModelGraph | None = None, cluster: ClusterSpec | None = None
 ) -> dict[str, Any]:
     """Keywords for DistributedDataParallel that give it the strategy's buckets.
 
@@ -89,10 +86,10 @@ def add_encoders(
 ) -> bool:
     """Registers a communication hook that encodes buckets as the strategy says; False if it encodes nothing.
 
-    The first step, in which DDP's buckets are provisional, and buckets whose variables are encoded differently travel
-    as they are. Error feedback is kept where the encoder has it.
+    Buckets are sent unencoded in the first step, in which they are provisional, and where their variables have
+    different encoders. Error feedback is kept where the encoder has it.
     """
-    if model._comm_hooks:
+    if has_communication_hook(model):
         raise OffbeatError("the DistributedDataParallel model has a communication hook already, and takes only one")
     plan = _plan(strategy, model.module, graph, cluster)
     encoders: dict[str, Encoder] = {}
@@ -108,7 +105,7 @@ def add_encoders(
 
 
 class _EncodedBuckets:
-    """What the hook keeps from step to step."""
+    """State of the hook."""
 
     def __init__(self, model: DistributedDataParallel, encoders: dict[str, Encoder]) -> None:
         self.group = model.process_group

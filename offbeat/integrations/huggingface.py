@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from offbeat.integrations import Wanted, missing
 from offbeat.integrations.accelerate import adopt
-from offbeat.integrations.joining import Wanted, missing
 
 try:
     import accelerate  # noqa: F401 - transformers' Trainer cannot be used without it
@@ -42,8 +42,6 @@ class OffbeatMixin:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.num_processes > 1 and not self._distributed:
             adopt(self.accelerator, self.model, optimizer, self._offbeat_strategy, **self._offbeat_options)
-            plain = type(self.model)
-            self.model.__class__ = type(plain.__name__, (_ForgetsLater, plain), {})
         return optimizer
 
     @property
@@ -64,12 +62,3 @@ class OffbeatMixin:
 
 class OffbeatTrainer(OffbeatMixin, Trainer):
     """transformers.Trainer on Offbeat's engine."""
-
-
-class _ForgetsLater:
-    """The Trainer clears gradients by the model; looking at each would wait for updates that are on their way."""
-
-    _offbeat: Any
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._offbeat.optimizer.zero_grad(set_to_none)

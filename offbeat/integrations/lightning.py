@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offbeat.api import distribute
 from offbeat.errors import OffbeatError
-from offbeat.integrations.joining import Wanted, join, missing
+from offbeat.integrations import Wanted, missing
+from offbeat.torch_private import share_registries
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -51,7 +53,8 @@ class OffbeatStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise OffbeatError(f"configure_optimizers: Offbeat trains with one optimizer, not {len(self.optimizers)}")
-        self._runtime = join(self.model, self.optimizers[0], self._wanted, **self._distribute_options)
+        distribute(self.model, self.optimizers[0], self._wanted, **self._distribute_options)
+        self._runtime = self.model._offbeat
         # Lightning keeps a wrapper of each optimizer's class, which has changed.
         self.optimizers = list(self.optimizers)
         module, runtime = self.lightning_module, self._runtime
@@ -88,22 +91,11 @@ class OffbeatStrategy(DDPStrategy):
                 # Other ranks may be gone; those that wait for this one learn of it.
                 runtime.engine.channels.close()
             else:
-                _leave(runtime)
+                runtime.release()
             for handle in self._handles:
                 handle.remove()
             self.model = self.lightning_module
         super().teardown()
-
-
-def _leave(runtime: Any) -> None:
-    """Takes the runtime off again; every rank takes part, because the optimizer's state may be spread over them."""
-    optimizer = runtime.optimizer
-    runtime.engine.drain()
-    state = optimizer.state_dict()
-    runtime.engine.detach()
-    runtime.gate.detach()
-    optimizer.__class__ = runtime.optimizer_class
-    optimizer.load_state_dict(state)
 
 
 class _Shell(torch.nn.Module):
@@ -114,8 +106,7 @@ class _Shell(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module) -> None:
         self.__dict__["inner"] = inner
         super().__init__()
-        for registry in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[registry] = getattr(inner, registry)
+        share_registries(self, inner)
 
     @property
     def training(self) -> bool:

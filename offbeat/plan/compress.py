@@ -7,9 +7,8 @@ import math
 from dataclasses import replace
 
 from offbeat.graph.model import ITEM_BYTES, Variable
-from offbeat.plan.draft import Draft
-from offbeat.plan.model import Message, Piece
-from offbeat.strategy import Encoder
+from offbeat.plan.model import Draft, Message, Piece
+from offbeat.strategy import Encoder, Shard
 
 INDEX_BYTES = 8
 """Row numbers and element numbers travel as int64."""
@@ -19,28 +18,26 @@ SCALE_BYTES = 4
 
 def compress(draft: Draft) -> None:
     """Sets the encoded size of every message."""
-    variables = draft.graph
     for message in draft.messages:
-        first = variables.variable(message.pieces[0].variable)
-        gradient, back = _sizes(message, first)
-        draft.messages[message.index] = replace(message, gradient_bytes=gradient, parameter_bytes=back)
+        variables = [draft.graph.variable(piece.variable) for piece in message.pieces]
+        sizes = [gradient_bytes(message, *part) for part in zip(message.pieces, variables, strict=True)]
+        back = {"parameter_server": message.bytes, "sharded": message.bytes, "sparse_parameter_server": sum(sizes)}
+        draft.messages[message.index] = replace(
+            message, gradient_bytes=sum(sizes), parameter_bytes=back.get(message.synchronizer, 0)
+        )
 
 
-def _sizes(message: Message, variable: Variable) -> tuple[int, int]:
-    item = ITEM_BYTES[message.dtype]
-    match message.synchronizer:
-        case "sparse_all_gather":
-            return sparse_bytes(message.pieces[0], variable), 0
-        case "sparse_parameter_server":
-            rows = sparse_bytes(message.pieces[0], variable)
-            return rows, rows
+def gradient_bytes(carrier: Message | Shard, piece: Piece, variable: Variable) -> int:
+    """Encoded bytes of one replica's gradient of a piece."""
+    item = ITEM_BYTES[variable.dtype]
+    match carrier.synchronizer:
+        case "sparse_all_gather" | "sparse_parameter_server":
+            return sparse_bytes(piece, variable)
         case "factor_broadcast":
             height = variable.shape[0]
-            return variable.factor_rows * (height + variable.elements // height) * item, 0
+            return variable.factor_rows * (height + variable.elements // height) * item
         case _:
-            gradient = sum(encoded_bytes(message.encoder, piece.shape, item) for piece in message.pieces)
-            returned = message.bytes if message.synchronizer in ("parameter_server", "sharded") else 0
-            return gradient, returned
+            return encoded_bytes(carrier.encoder, piece.shape, item)
 
 
 def encoded_bytes(encoder: Encoder, shape: tuple[int, ...], item_bytes: int) -> int:

@@ -4,14 +4,10 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan.compress import compress
-from offbeat.plan.draft import Draft
-from offbeat.plan.fuse import fuse
-from offbeat.plan.memory import accumulate, recompute
-from offbeat.plan.model import Plan
-from offbeat.plan.partition import partition
-from offbeat.plan.replicate import replicate
+from offbeat.plan.compute import accumulate, fuse, recompute, replicate
+from offbeat.plan.messages import partition, synchronise
+from offbeat.plan.model import Draft, Plan
 from offbeat.plan.schedule import schedule
-from offbeat.plan.synchronise import synchronise
 from offbeat.strategy import Strategy, check_fits
 
 KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, schedule)

@@ -7,16 +7,21 @@ the completion of a gradient in backward.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from offbeat.cluster import ClusterSpec
+from offbeat.errors import PlanError
 from offbeat.graph import ModelGraph
 from offbeat.graph.coarsen import Segment as GraphSegment
-from offbeat.graph.model import ITEM_BYTES
-from offbeat.strategy import Encoder, Strategy
+from offbeat.graph.model import ITEM_BYTES, Variable
+from offbeat.strategy import Encoder, Shard, Strategy
 from offbeat.strategy.model import Synchronizer
+
+if TYPE_CHECKING:
+    from offbeat.plan.program import StepProgram
 
 TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "update"]
 
@@ -45,6 +50,10 @@ class Piece:
 
     variable: str
     box: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, variable: Variable) -> "Piece":
+        return cls(variable.name, tuple((0, length) for length in variable.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +108,7 @@ class Task:
     """One collective on a range of a message, or the update of one message."""
 
     index: int
-    """Place in the issue order."""
+    """Names the task, on every rank and in recordings: its place in the order in which the plan was lowered."""
     kind: TaskKind
     message: int
     stage: int
@@ -123,23 +132,35 @@ class Task:
         return f"m{self.message}.{self.kind}[{self.start}:{self.stop}]"
 
     @property
+    def lane(self) -> Literal["up", "back"]:
+        """Gradients go up; what an owner returns comes back on a channel of its own."""
+        return "back" if self.stage > 0 and self.delivers else "up"
+
+    def fills_incoming(self, rank: int | None) -> bool:
+        """Whether a reduce or broadcast that goes straight takes a participant's link towards it, not away from it."""
+        return (rank == self.root) == (self.kind == "reduce")
+
+    @property
     def link_bytes(self) -> float:
-        """Bytes that the busiest participant sends, by the counts of the AutoSync supplement's Eq. 3."""
-        others = len(self.ranks) - 1
-        match self.kind:
-            case "all_reduce":
-                return self.wire_bytes * 2 * others / (others + 1)
-            case "reduce_scatter":
-                return self.wire_bytes * others / (others + 1)
-            case "all_gather":
-                return float(self.wire_bytes * others)
-            case "gather":
-                # The root's link carries what all the others send.
-                return float(self.wire_bytes * others)
-            case "reduce" | "broadcast":
-                return float(self.wire_bytes) if others else 0.0
-            case _:
-                return 0.0
+        """Bytes that the busiest participant sends."""
+        return self.wire_bytes * sent_per_byte(self.kind, len(self.ranks))
+
+
+def sent_per_byte(kind: str, participants: int) -> float:
+    """Bytes that the busiest participant of a collective sends for each that one puts in (the AutoSync supplement's
+    Eq. 3). A gather's root is the busiest: its link carries what all the others send."""
+    others = participants - 1
+    match kind:
+        case "all_reduce":
+            return 2 * others / participants
+        case "reduce_scatter" | "all_to_all":
+            return others / participants
+        case "all_gather" | "gather":
+            return float(others)
+        case "reduce" | "broadcast":
+            return float(others > 0)
+        case _:
+            return 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,35 @@ class Plan:
     segments: tuple[Segment, ...]
     messages: tuple[Message, ...]
     tasks: tuple[Task, ...]
+    """In issue order."""
     rank: int | None = None
+
+    @cached_property
+    def program(self) -> "StepProgram":
+        """What a step does, as the runtime and the simulator walk it; see `offbeat.plan.program`."""
+        from offbeat.plan.program import program_of
+
+        return program_of(self)
+
+    @property
+    def issue_order(self) -> tuple[tuple[int, int], ...]:
+        """The slices of gradients in the order in which they leave: message and first element of each.
+
+        A rank knows all of them, also those that others reduce among themselves first.
+        """
+        sent = (task for task in self.communication if task.lane == "up")
+        return tuple(dict.fromkeys((task.message, task.start) for task in sent))
+
+    def reordered(self, order: Iterable[tuple[int, int]]) -> "Plan":
+        """The same tasks with gradients leaving in another order, given as `issue_order` gives it."""
+        place = {piece: number for number, piece in enumerate(order)}
+        known = self.issue_order
+        if set(place) != set(known):
+            raise PlanError(f"an order of {len(place)} slices does not name each of the plan's {len(known)} once")
+        first = sorted((t for t in self.tasks if t.stage == 0), key=lambda task: place[task.message, task.start])
+        plan = replace(self, tasks=(*first, *(task for task in self.tasks if task.stage > 0)))
+        plan.check()
+        return plan
 
     def for_rank(self, rank: int) -> "Plan":
         """One rank's part; equal to what `lower(..., rank=rank)` derives alone."""
@@ -169,11 +218,6 @@ class Plan:
         from offbeat.plan.check import check
 
         check(self)
-
-    @cached_property
-    def task_at(self) -> dict[int, Task]:
-        """Tasks by their place in the issue order."""
-        return {task.index: task for task in self.tasks}
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
@@ -208,3 +252,32 @@ class Plan:
     @property
     def mode(self) -> Literal["deferred", "barrier"]:
         return "barrier" if self.strategy.schedule.mode == "barrier" else "deferred"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step in the life of a message: the same operation in disjoint groups of ranks."""
+
+    kind: TaskKind
+    groups: tuple[tuple[tuple[int, ...], int | None], ...]
+    """(participants, root) of each group."""
+    returns: bool = False
+    """Carries parameters back to the replicas rather than gradients to the updater."""
+
+
+@dataclass
+class Draft:
+    """A plan in the making, filled in by the kernels of `offbeat.plan.lower`, in their order."""
+
+    graph: ModelGraph
+    cluster: ClusterSpec
+    strategy: Strategy
+    rank: int | None
+    replicas: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    segments: list[Segment] = field(default_factory=list)
+    pieces: list[tuple[Piece, Shard]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    stages: list[tuple[Stage, ...]] = field(default_factory=list)
+    """Stages of each message."""
+    tasks: list[Task] = field(default_factory=list)

@@ -5,18 +5,24 @@ ready (fifo) or the one that the next forward needs first (priority). Ready time
 estimated durations. The order does not depend on the rank it is derived for.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import count
 
 from offbeat.errors import StrategyError
 from offbeat.graph.model import ITEM_BYTES
-from offbeat.plan.draft import Draft, Stage
-from offbeat.plan.model import Message, Segment, Task
-from offbeat.strategy import Slice
+from offbeat.plan.messages import even_ranges
+from offbeat.plan.model import Draft, Message, Plan, Stage, Task, sent_per_byte
+from offbeat.strategy import Shard, Slice
 
 _SLICED = ("all_reduce", "parameter_server", "sharded")
+
+
+def sliceable(carrier: Message | Shard) -> bool:
+    """Whether a message that travels so may be cut into slices."""
+    return carrier.synchronizer in _SLICED and carrier.encoder.sliceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +36,35 @@ class Job:
 
 
 def schedule(draft: Draft) -> None:
-    """Cuts messages into slices, puts them in order, and writes the tasks of each rank (or of the one asked for)."""
-    writer = _TaskWriter(draft)
+    """Cuts messages into slices, puts them in order, and writes the tasks of each rank (or of the one asked for).
+
+    Every group of ranks in a job's stage has a task of its own; numbers count those of all ranks."""
+    number = count()
+    written: dict[tuple[int, int], list[Task]] = defaultdict(list)
     for job in _issue_order(draft):
-        writer.write(job)
+        message, stages = draft.messages[job.message], draft.stages[job.message]
+        stage, before = stages[job.stage], written[job.message, job.stage - 1]
+        for ranks, root in stage.groups:
+            index = next(number)
+            if draft.rank is not None and draft.rank not in ranks:
+                continue
+            mine = frozenset(ranks)
+            task = Task(
+                index=index,
+                kind=stage.kind,
+                message=job.message,
+                stage=job.stage,
+                start=job.start,
+                stop=job.stop,
+                ranks=ranks,
+                root=root,
+                wire_bytes=_wire_bytes(message, stage, job, len(ranks)),
+                waits_for=message.variables if job.stage == 0 else (),
+                after=tuple(t.index for t in before if draft.rank is not None or not mine.isdisjoint(t.ranks)),
+                delivers=message.variables if stage.returns or job.stage == len(stages) - 1 else (),
+            )
+            draft.tasks.append(task)
+            written[job.message, job.stage].append(task)
 
 
 def priority_order(
@@ -68,15 +99,26 @@ def priority_order(
     return order
 
 
-def gradient_seconds(segments: Sequence[Segment], flops_per_second: float, bytes_per_second: float) -> dict[str, float]:
-    """Seconds after the start of the step at which each variable's gradient is complete."""
-    clock = 0.0
-    ready = {}
-    for segment in segments:
-        clock += segment.estimate(flops_per_second, bytes_per_second)
-        for name in segment.completes:
-            ready[name] = clock
-    return ready
+def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float], use_order: Mapping[str, int]) -> Plan:
+    """The plan with its gradients in the order that suits measured times.
+
+    `ready` holds, for each message, the seconds after which its gradients are complete; `seconds` tells for how long so
+    many bytes take the link; `use_order` is the place of each variable among those that forward uses. The policy
+    'fifo' sends what is ready first, any other what forward uses first. All slices of the plan count, also those that
+    other ranks reduce among themselves, so that ranks which agree on these numbers agree on the order.
+    """
+    size = {(task.message, task.start): task.wire_bytes for task in plan.communication if task.lane == "up"}
+    held = [piece for piece in plan.issue_order if plan.messages[piece[0]].asynchronous]
+    jobs = sorted(set(size) - set(held))
+    if plan.strategy.schedule.policy == "fifo":
+        urgency = [ready[message] for message, _ in jobs]
+    else:
+        unused = len(use_order)
+        first_use = [min(use_order.get(name, unused) for name in message.variables) for message in plan.messages]
+        urgency = [float(first_use[message]) for message, _ in jobs]
+    taken = [seconds(size[job]) for job in jobs]
+    order = priority_order([ready[message] for message, _ in jobs], taken, urgency, [-1] * len(jobs))
+    return plan.reordered([*(jobs[place] for place in order), *held])
 
 
 def _issue_order(draft: Draft) -> list[Job]:
@@ -91,12 +133,14 @@ def _issue_order(draft: Draft) -> list[Job]:
             follows.extend([previous] * len(ranges))
             # A stage starts when the last slice of the one before has ended.
             previous = len(jobs) - 1
-    node = min((draft.cluster.device_of(rank) for rank in draft.replicas), key=lambda node: node.peak_flops)
-    ready_of = gradient_seconds(draft.segments, node.peak_flops, node.memory_bandwidth)
+    ready_of = _gradient_seconds(draft)
     ready = [max(ready_of[name] for name in draft.messages[job.message].variables) for job in jobs]
-    rank_of = _explicit_ranks(draft, jobs, explicit)
-    if rank_of is not None:
-        urgency = rank_of
+    if explicit:
+        group_of = {draft.messages[index].group: index for index in explicit}
+        order = draft.strategy.schedule.order
+        place = {(group_of[item.group], item.start): float(number) for number, item in enumerate(order)}
+        # Later stages follow the first one as soon as the link is free.
+        urgency = [-1.0 if job.stage else place.get((job.message, job.start), -1.0) for job in jobs]
         # An explicit order is kept even where these estimates say that a job would not be ready.
         ready = [0.0] * len(jobs)
     elif draft.strategy.schedule.policy == "priority":
@@ -110,15 +154,13 @@ def _issue_order(draft: Draft) -> list[Job]:
 
 def _slices(draft: Draft, message: Message, stage: Stage, explicit: dict[int, list[Slice]]) -> list[tuple[int, int]]:
     elements = message.elements
-    if stage.kind == "update" or message.synchronizer not in _SLICED or not message.encoder.sliceable:
+    if stage.kind == "update" or not sliceable(message):
         return [(0, elements)]
     if explicit:
         return sorted((item.start, item.stop) for item in explicit[message.index])
     limit = draft.strategy.schedule.slice_bytes
-    count = 1 if limit is None else max(1, -(-message.bytes // limit))
-    count = min(count, elements)
-    edges = [part * (elements // count) + min(part, elements % count) for part in range(count + 1)]
-    return list(pairwise(edges))
+    parts = min(1 if limit is None else max(1, -(-message.bytes // limit)), elements)
+    return even_ranges(elements, parts)
 
 
 def _explicit_slices(draft: Draft) -> dict[int, list[Slice]]:
@@ -126,13 +168,12 @@ def _explicit_slices(draft: Draft) -> dict[int, list[Slice]]:
     order = draft.strategy.schedule.order
     if not order:
         return {}
-    by_group: dict[int, list[Message]] = {}
+    by_group: dict[int | None, list[Message]] = defaultdict(list)
     for message in draft.messages:
-        if message.group is not None:
-            by_group.setdefault(message.group, []).append(message)
+        by_group[message.group].append(message)
     slices: dict[int, list[Slice]] = {}
     for item in order:
-        messages = by_group.get(item.group, [])
+        messages = by_group[item.group]
         if len(messages) != 1:
             raise StrategyError(f"schedule.order: group {item.group} makes {len(messages)} messages, it must make one")
         slices.setdefault(messages[0].index, []).append(item)
@@ -144,21 +185,20 @@ def _explicit_slices(draft: Draft) -> dict[int, list[Slice]]:
                 f"schedule.order: group {message.group} has {message.elements} elements, "
                 f"its slices {covered} do not cover them once"
             )
-        if len(covered) > 1 and not (message.encoder.sliceable and message.synchronizer in _SLICED):
+        if len(covered) > 1 and not sliceable(message):
             raise StrategyError(f"schedule.order: group {message.group} cannot be cut into {len(covered)} slices")
     return slices
 
 
-def _explicit_ranks(draft: Draft, jobs: list[Job], explicit: dict[int, list[Slice]]) -> list[float] | None:
-    if not explicit:
-        return None
-    message_of_group = {draft.messages[index].group: index for index in explicit}
-    place = {
-        (message_of_group[item.group], item.start): float(position)
-        for position, item in enumerate(draft.strategy.schedule.order)
-    }
-    # Later stages follow the first one as soon as the link is free.
-    return [place.get((job.message, job.start), -1.0) if job.stage == 0 else -1.0 for job in jobs]
+def _gradient_seconds(draft: Draft) -> dict[str, float]:
+    """Seconds after the start of the step at which each variable's gradient is complete on the slowest device."""
+    node = min((draft.cluster.device_of(rank) for rank in draft.replicas), key=lambda node: node.peak_flops)
+    clock = 0.0
+    ready: dict[str, float] = {}
+    for segment in draft.segments:
+        clock += segment.estimate(node.peak_flops, node.memory_bandwidth)
+        ready |= dict.fromkeys(segment.completes, clock)
+    return ready
 
 
 def _job_seconds(draft: Draft, job: Job) -> float:
@@ -166,61 +206,10 @@ def _job_seconds(draft: Draft, job: Job) -> float:
     ranks, _ = max(stage.groups, key=lambda group: len(group[0]))
     if stage.kind == "update" or len(ranks) < 2:
         return 0.0
-    probe = _task(draft, job, stage, ranks, None, index=0)
-    slowest = draft.cluster.ring_bandwidth(ranks)
-    return probe.link_bytes / slowest + draft.cluster.latency(ranks[0], ranks[-1])
-
-
-class _TaskWriter:
-    """Turns jobs in issue order into numbered tasks, one for each group of ranks in the job's stage."""
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-        self.index = 0
-        self.written: dict[tuple[int, int], list[Task]] = {}
-
-    def write(self, job: Job) -> None:
-        stage = self.draft.stages[job.message][job.stage]
-        for ranks, root in stage.groups:
-            index, self.index = self.index, self.index + 1
-            if self.draft.rank is not None and self.draft.rank not in ranks:
-                continue
-            before = self.written.get((job.message, job.stage - 1), ())
-            mine = frozenset(ranks)
-            after = tuple(task.index for task in before if not mine.isdisjoint(task.ranks))
-            if self.draft.rank is not None:
-                after = tuple(task.index for task in before)
-            task = _task(self.draft, job, stage, ranks, root, index=index, after=after)
-            self.draft.tasks.append(task)
-            self.written.setdefault((job.message, job.stage), []).append(task)
-
-
-def _task(
-    draft: Draft,
-    job: Job,
-    stage: Stage,
-    ranks: tuple[int, ...],
-    root: int | None,
-    *,
-    index: int,
-    after: tuple[int, ...] = (),
-) -> Task:
-    message = draft.messages[job.message]
-    last = job.stage == len(draft.stages[job.message]) - 1
-    return Task(
-        index=index,
-        kind=stage.kind,  # type: ignore[arg-type]
-        message=job.message,
-        stage=job.stage,
-        start=job.start,
-        stop=job.stop,
-        ranks=ranks,
-        root=root,
-        wire_bytes=_wire_bytes(message, stage, job, len(ranks)),
-        waits_for=message.variables if job.stage == 0 else (),
-        after=after,
-        delivers=message.variables if last or stage.returns else (),
+    link_bytes = _wire_bytes(draft.messages[job.message], stage, job, len(ranks)) * sent_per_byte(
+        stage.kind, len(ranks)
     )
+    return link_bytes / draft.cluster.ring_bandwidth(ranks) + draft.cluster.latency(ranks[0], ranks[-1])
 
 
 def _wire_bytes(message: Message, stage: Stage, job: Job, participants: int) -> int:

@@ -13,38 +13,29 @@ has begun.
 """
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.profile.clockfit import (
-    Ends,
-    Floats,
-    Ints,
-    Window,
-    changes,
-    end_bounds,
-    fit_ends,
-    median_edges,
-    respect,
-    walk,
-)
-from offbeat.profile.recvfit import Transfers, fit_pairs
+from offbeat.profile import clockfit
+from offbeat.profile.clockfit import Ends, Floats, Ints, changes, median_edges, walk
+from offbeat.profile.recvfit import Transfers, compare_transfers
 from offbeat.timeline import KINDS, Timeline
 from offbeat.units import format_seconds
 
 TOGETHER, ROOTED, SEND, RECEIVE = range(4)
-"""Roles of an event: of a barrier-like collective, of one with a root, and the two sides of a transfer."""
+"""Roles of an event: in a barrier-like collective, in one with a root, and the two sides of a transfer."""
 
+# Anchored, because a bucket of DDP is named after its parameters, which may be called anything.
 _VERB = re.compile(r"(?:[a-z_0-9]+:+)?(?:c10d::|_)*([a-z_]*)", re.IGNORECASE)
 _ROLES = {"send": SEND, "isend": SEND, "recv": RECEIVE, "irecv": RECEIVE, "receive": RECEIVE, "recvanysource": RECEIVE}
 _ROLES |= dict.fromkeys(("broadcast", "reduce", "gather", "scatter", "push", "pull"), ROOTED)
 
 _SHARED_CLOCK_SECONDS = 5e-3
-"""Ranks said to share a machine whose clocks differ by more than this do not share a clock."""
+"""Ranks of one machine whose clocks differ by more than this are aligned one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +49,9 @@ class CommunicationEvents:
     end: Floats
     role: Ints
     family: Ints
-    """Equal for transfers of the same tensor between the same ranks in different steps; of meaning for RECEIVE only."""
+    """Equal for RECVs of the same tensor between the same ranks in different steps; unused for other roles."""
     ranks: tuple[int, ...]
     """All ranks of the job, also those without communication."""
-
-    def __post_init__(self) -> None:
-        for column in ("rank", "start", "end", "role", "family"):
-            if len(getattr(self, column)) != len(self.occurrence):
-                raise OffbeatError(
-                    f"communication events: column {column!r} has {len(getattr(self, column))} entries, "
-                    f"'occurrence' has {len(self.occurrence)}"
-                )
-        unknown = np.setdiff1d(self.rank, self.ranks)
-        if len(unknown):
-            raise OffbeatError(f"communication events: rank {unknown[0]} is not one of the ranks {list(self.ranks)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +64,13 @@ class Alignment:
     offset_seconds: Floats
     drift_ppm: Floats
     """Microseconds that the rank's clock gains on rank 0's per second."""
-    residual_seconds: float
-    """Typical disagreement (1.48 x median) that remains between ends that should coincide; NaN without such ends."""
     notes: tuple[str, ...] = ()
 
-    def correct(self, rank: NDArray[np.integer], seconds: Floats) -> Floats:
-        """Times on the ranks' own clocks as times on rank 0's."""
-        position = np.searchsorted(self.ranks, rank)
-        if len(position) and (position.max() >= len(self.ranks) or (np.array(self.ranks)[position] != rank).any()):
-            raise OffbeatError(f"alignment: it knows ranks {list(self.ranks)} only")
-        local = seconds - self.reference_seconds - self.offset_seconds[position]
-        return self.reference_seconds + local / (1 + 1e-6 * self.drift_ppm[position])
+    def clock(self, rank: int) -> Callable[[Any], Any]:
+        """From a time, or an array of them, on this rank's own clock to the same on rank 0's."""
+        place = self.ranks.index(rank)
+        offset, drift = float(self.offset_seconds[place]), float(self.drift_ppm[place]) * 1e-6
+        return lambda at: self.reference_seconds + (at - self.reference_seconds - offset) / (1 + drift)
 
 
 def communication_events(timeline: Timeline) -> CommunicationEvents:
@@ -130,134 +106,106 @@ def clock_offsets(events: CommunicationEvents, machine: Mapping[int, Hashable] |
     """Each rank's clock against rank 0's (or the lowest rank's); ranks of one `machine` share theirs."""
     notes: list[str] = []
     ranks = np.array(sorted(events.ranks), np.int64)
-    events = replace(events, rank=np.searchsorted(ranks, events.rank))
-    ends, transfers = _ends(events, notes), _transfers(events)
-    clock = _clocks(ranks, machine, median_edges(ends), notes)
-    ends, transfers = ends.on(clock), transfers.on(clock)
+    events = replace(events, rank=np.searchsorted(ranks, events.rank), role=events.role.copy())
+    lacking = np.setdiff1d(events.rank[events.role == ROOTED], events.rank[events.role != ROOTED])
+    if len(lacking):
+        # Their ends are biased: all but the root of a broadcast, and the root of a reduction, end late.
+        events.role[events.role == ROOTED] = TOGETHER
+        notes.append(
+            f"clock alignment: rank {ranks[lacking[0]]} took part only in collectives with a root, "
+            "whose participants need not end together, so its clock is less certain"
+        )
+    clock = _clocks(ranks, machine or {}, median_edges(_ends(events)), notes)
+    events = replace(events, rank=clock[events.rank])
     count = int(clock.max(initial=-1)) + 1
-    coarse, component = walk(count, median_edges(ends) + median_edges(transfers.as_ends()))
+    coarse, component = walk(count, median_edges(_ends(events)) + median_edges(_ends(events, (SEND, RECEIVE))))
     _note_unreached(ranks, clock, component, notes)
 
-    ends, transfers = ends.shifted(coarse), transfers.shifted(coarse)
+    shift = coarse[events.rank]
+    events = replace(events, start=events.start - shift, end=events.end - shift)
+    ends, transfers = _ends(events), _transfers(events)
     times = np.concatenate([ends.end, transfers.send_start])
     first, last = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
-    window = Window(middle=(first + last) / 2, half=max((last - first) / 2, 1e-3))
+    window = clockfit.Window(middle=(first + last) / 2, half=max((last - first) / 2, 1e-3))
     free = np.flatnonzero(component != np.arange(count))
-    pairs = fit_pairs(transfers, window)
-    fit = fit_ends(ends, pairs, count, free, window)
-    bounds = end_bounds(ends, fit, window, count) + [bound for pair in pairs for bound in pair.bounds]
-    offset = respect(fit, free, bounds, notes)
-    if fit.rejected > 0.3:
-        notes.append(f"clock alignment: {fit.rejected:.0%} of the collectives' ends are outliers and were left out")
+    pairs, kept = clockfit.compare_ends(ends, window)
+    pairs += compare_transfers(transfers, window)
+    offset, drift, hessian = clockfit.solve(pairs, count, free, window)
+    bounds = np.full((count, count), np.inf) if len(lacking) else clockfit.end_bounds(ends, drift, kept, window)
+    for pair in pairs:
+        for ends_of, most in zip(((pair.low, pair.high), (pair.high, pair.low)), pair.most, strict=True):
+            bounds[ends_of] = min(bounds[ends_of], most)
+    offset = clockfit.respect(offset, hessian, free, bounds, notes)
+    rejected = float(np.mean(~kept)) if len(kept) else 0.0
+    if rejected > 0.3:
+        notes.append(f"clock alignment: {rejected:.0%} of the collectives' ends are outliers and were left out")
     return Alignment(
         ranks=tuple(ranks.tolist()),
         reference_seconds=window.middle,
         offset_seconds=(coarse + offset)[clock],
-        drift_ppm=(1e6 * fit.drift / window.half)[clock],
-        residual_seconds=fit.scale,
+        drift_ppm=(1e6 * drift / window.half)[clock],
         notes=tuple(notes),
     )
 
 
 def apply(timeline: Timeline, alignment: Alignment) -> Timeline:
     """The timeline with every time moved to rank 0's clock, and the alignment's notes added."""
-    rank, ranks = timeline.rank, np.array(alignment.ranks)
-    marks = timeline.marks
-    if marks.size:
-        if len(marks) != len(ranks):
-            raise OffbeatError(f"alignment: it has {len(ranks)} ranks, the timeline has step marks of {len(marks)}")
-        rows = np.broadcast_to(ranks[:, None], marks.shape)
-        marks = alignment.correct(rows.reshape(-1), marks.reshape(-1)).reshape(marks.shape)
-    return replace(
-        timeline,
-        start=alignment.correct(rank, timeline.start),
-        end=alignment.correct(rank, timeline.end),
-        queued=alignment.correct(rank, timeline.queued),
-        marks=marks,
-        critical=None,
-        notes=(*timeline.notes, *alignment.notes),
-    )
-
-
-def without_waiting(timeline: Timeline) -> Timeline:
-    """The aligned timeline with each communication span cut to the time in which data could move.
-
-    A barrier-like collective moves data once its last participant has joined, a RECV once the SEND has begun
-    (dPRO 4.2). `queued` keeps the time at which the rank itself was ready.
-    """
-    roles = np.array([_role(name) for name in timeline.names], np.int64)
-    chosen = np.flatnonzero((timeline.kind == KINDS.index("communication")) & (timeline.task >= 0))
-    role = roles[timeline.name[chosen]] if len(chosen) else np.empty(0, np.int64)
-    keys = np.stack([timeline.step[chosen], timeline.task[chosen]])
-    group = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1) if len(chosen) else np.empty(0, np.int64)
-    sets_pace = (role == TOGETHER) | (role == SEND)
-    begin = np.full(int(group.max(initial=-1)) + 1, -np.inf)
-    np.maximum.at(begin, group[sets_pace], timeline.start[chosen[sets_pace]])
-    held = (role == TOGETHER) | (role == RECEIVE)
-    rows, earliest = chosen[held], begin[group[held]]
-    start, queued = timeline.start.copy(), timeline.queued.copy()
-    queued[rows] = np.where(np.isnan(queued[rows]), start[rows], queued[rows])
-    start[rows] = np.minimum(np.maximum(start[rows], earliest), timeline.end[rows])
-    return replace(timeline, start=start, queued=queued, critical=None)
+    count, marks = len(alignment.ranks), timeline.marks.copy()
+    if marks.size and len(marks) != count:
+        raise OffbeatError(f"alignment: it has {count} ranks, the timeline has step marks of {len(marks)}")
+    times = {name: getattr(timeline, name).copy() for name in ("start", "end", "queued")}
+    for row, rank in enumerate(alignment.ranks):
+        clock, own = alignment.clock(rank), timeline.rank == rank
+        for column in times.values():
+            column[own] = clock(column[own])
+        marks[row : row + 1] = clock(marks[row : row + 1])
+    return replace(timeline, **times, marks=marks, critical=None, notes=(*timeline.notes, *alignment.notes))
 
 
 def _role(name: str) -> int:
     match = _VERB.match(name)
-    verb = match[1].strip("_").lower() if match else ""
-    return _ROLES.get(verb, TOGETHER)
+    return _ROLES.get(match[1].strip("_").lower() if match else "", TOGETHER)
 
 
-def _ends(events: CommunicationEvents, notes: list[str]) -> Ends:
-    chosen = events.role == TOGETHER
-    strict = True
-    informed = np.unique(events.rank[events.role != ROOTED])
-    lacking = np.setdiff1d(events.rank[events.role == ROOTED], informed)
-    if len(lacking):
-        # Better than nothing: all but the root of a broadcast, and the root of a reduction, end late.
-        chosen, strict = chosen | (events.role == ROOTED), False
-        notes.append(
-            f"clock alignment: rank {sorted(events.ranks)[lacking[0]]} took part only in collectives with a root, "
-            "whose participants need not end together, so its clock is less certain"
-        )
-    rows = np.flatnonzero(chosen)
+def _ends(events: CommunicationEvents, roles: tuple[int, ...] = (TOGETHER,)) -> Ends:
+    """Moments that should coincide; a RECV ends, within what the transfer takes, when its SEND begins or later."""
+    rows = np.flatnonzero(np.isin(events.role, roles))
     rows = rows[np.argsort(events.occurrence[rows], kind="stable")]
     occurrence = np.unique(events.occurrence[rows], return_inverse=True)[1].reshape(-1)
-    return Ends(occurrence, events.rank[rows], events.start[rows], events.end[rows], strict)
+    end = np.where(events.role == SEND, events.start, events.end)
+    return Ends(occurrence, events.rank[rows], events.start[rows], end[rows])
 
 
 def _transfers(events: CommunicationEvents) -> Transfers:
+    """The transfers between different clocks."""
     sends, receives = (np.flatnonzero(events.role == role) for role in (SEND, RECEIVE))
     _, first, second = np.intersect1d(events.occurrence[sends], events.occurrence[receives], return_indices=True)
     sends, receives = sends[first], receives[second]
-    ends = (events.start[sends], events.start[receives], events.end[receives])
-    return Transfers(events.rank[sends], events.rank[receives], *ends, events.family[receives])
+    apart = events.rank[sends] != events.rank[receives]
+    sends, receives = sends[apart], receives[apart]
+    times = (events.start[sends], events.start[receives], events.end[receives])
+    return Transfers(events.rank[sends], events.rank[receives], *times, events.family[receives])
 
 
 def _clocks(
-    ranks: Ints, machine: Mapping[int, Hashable] | None, edges: list[tuple[int, int, float]], notes: list[str]
+    ranks: Ints, machine: Mapping[int, Hashable], edges: list[tuple[int, int, float]], notes: list[str]
 ) -> Ints:
     """The number of each rank's clock, in the order of the lowest rank that reads it."""
-    names: list[Hashable] = [("rank", int(rank)) for rank in ranks]
     members: dict[Hashable, list[int]] = {}
     for position, rank in enumerate(ranks.tolist()):
-        if machine is not None and rank in machine:
-            members.setdefault(machine[rank], []).append(position)
+        members.setdefault(machine.get(rank, ("rank", rank)), []).append(position)
     offset, component = walk(len(ranks), edges)
+    lowest = np.arange(len(ranks))
     for name, positions in members.items():
-        spread = 0.0
-        for root in np.unique(component[positions]):
-            inside = offset[[position for position in positions if component[position] == root]]
-            spread = max(spread, float(np.ptp(inside)))
-        if spread > _SHARED_CLOCK_SECONDS:
+        apart = [np.ptp(offset[positions][component[positions] == root]) for root in np.unique(component[positions])]
+        if max(apart) > _SHARED_CLOCK_SECONDS:
             notes.append(
-                f"clock alignment: the ranks of machine {name!r} differ by {format_seconds(spread)}, "
+                f"clock alignment: the ranks of machine {name!r} differ by {format_seconds(float(max(apart)))}, "
                 "so each of them is aligned by itself"
             )
-            continue
-        for position in positions:
-            names[position] = ("machine", name)
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+        else:
+            lowest[positions] = positions[0]
+    return np.unique(lowest, return_inverse=True)[1].reshape(-1)
 
 
 def _note_unreached(ranks: Ints, clock: Ints, component: Ints, notes: list[str]) -> None:

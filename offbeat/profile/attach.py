@@ -1,13 +1,12 @@
 """An unmodified training script → the same script, recorded: what `offbeat profile` starts as every rank.
 
-    python -m offbeat.profile.attach --folder trace/ --steps 20 train.py --epochs 3
+    python -m offbeat.profile.attach FOLDER STEPS PLAIN_STEPS RUN_ON(0|1) SCRIPT [ARGUMENTS]
 
 The first steps run without a recorder, so that what it costs can be told; then some are recorded. A step is a call of
 the optimizer that trains the model of the first forward. After the last recorded step the script is ended, as if it had
 called `sys.exit()`, unless it shall run on.
 """
 
-import argparse
 import os
 import runpy
 import sys
@@ -25,11 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.profile.recorder import Recorder, is_trained
+from offbeat.profile.recorder import Recorder, is_trained, runtime_of
 
-PLAIN_STEPS = 8
 WARM_UP_STEPS = 3
-"""Of the plain steps, those that say nothing: memory is allocated, DDP rebuilds its buckets."""
+"""The first plain steps, which are not timed: memory is allocated, DDP rebuilds its buckets."""
 OVERHEAD_FILE = "overhead.json"
 
 
@@ -54,26 +52,28 @@ class Attachment:
             return
         self.handle.remove()
         self.root = module
-        if hasattr(module, "_offbeat"):
+        runtime = runtime_of(module)
+        if runtime is not None:
             # Its optimizer takes many small steps; the engine knows when a whole one has ended.
-            module._offbeat.engine.step_hooks.append(self.stepped)
+            runtime.step_hooks.append(self.stepped)
         else:
             register_optimizer_step_post_hook(self._plain_step)
         if not self.plain_steps:
             self._record()
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Torch walks over its hooks while this one runs, so that it cannot be removed here; later it does nothing.
-        if self.recorder is None and self.trains_root(optimizer):
-            self.stepped()
+        # Torch iterates over its hooks now, so this one cannot be removed; once recording, it does nothing.
+        if self.recorder is None:
+            self._optimizer_stepped(optimizer)
 
-    def trains_root(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer is the one whose steps count: the first that holds a parameter of the model."""
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts the steps of the first optimizer with a parameter of the model."""
         if self.optimizer is None and self.root is not None:
             mine = {id(parameter) for parameter in self.root.parameters()}
             if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
                 self.optimizer = optimizer
-        return optimizer is self.optimizer
+        if optimizer is self.optimizer:
+            self.stepped()
 
     def stepped(self) -> None:
         """A step has ended."""
@@ -97,22 +97,23 @@ class Attachment:
                 self._end_together()
 
     def _record(self) -> None:
-        self.recorder = _CountingRecorder(self.folder, self)
+        self.recorder = Recorder(self.folder)
+        self.recorder.optimizer_stepped = self._optimizer_stepped
         self.recorder.__enter__()
 
     def _end_together(self) -> None:
-        if hasattr(self.root, "_offbeat"):
+        if self.root is not None and runtime_of(self.root):
             # What the last step left on the wire belongs to it.
-            self.root.flush()  # type: ignore[union-attr] # Offbeat's models have it
+            self.root.flush()
         self.close()
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             dist.barrier()
-            # The interpreter would wait at its end for the backend's threads, and those for the interpreter.
+            # At exit the interpreter and the backend's threads would wait for each other.
             dist.destroy_process_group()
         sys.exit(0)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the recording; whatever ended the script, what was recorded until then is kept."""
+        """Ends the recording and keeps what was recorded, whatever ended the script."""
         if self.done:
             return
         self.done = True
@@ -133,44 +134,15 @@ class Attachment:
             files.write_atomic(self.folder / OVERHEAD_FILE, orjson.dumps(content), "overhead")
 
 
-class _CountingRecorder(Recorder):
-    """Ends a step with the optimizer's, after it has noted how long that took."""
-
-    def __init__(self, folder: Path, attachment: Attachment) -> None:
-        super().__init__(folder)
-        self.attachment = attachment
-
-    def _optimizer_ends(self, *arguments: Any) -> None:
-        super()._optimizer_ends(*arguments)
-        if self.attachment.trains_root(arguments[0]):
-            self.attachment.stepped()
-
-
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Runs a script as `python script arguments` would."""
+    """Runs a script as `python script arguments` would, and returns when it has ended well."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m offbeat.profile.attach", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--plain-steps", type=int, default=PLAIN_STEPS)
-    parser.add_argument("--run-on", action="store_true", help="let the script run to its own end")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    record_script(
-        [options.script, *options.arguments],
-        options.folder,
-        steps=options.steps,
-        plain_steps=options.plain_steps,
-        run_on=options.run_on,
-    )
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 def record_script(
@@ -181,15 +153,15 @@ def record_script(
     try:
         run_script(script[0], script[1:])
     except BaseException as error:
-        clean = isinstance(error, SystemExit) and error.code in (None, 0)
-        attachment.close(None if clean else error)
+        attachment.close(error)
         raise
     attachment.close()
 
 
 if __name__ == "__main__":
+    folder, steps, plain_steps, run_on, *script = sys.argv[1:]
     try:
-        main()
+        record_script(script, folder, steps=int(steps), plain_steps=int(plain_steps), run_on=run_on == "1")
     except OffbeatError as problem:
         print(f"offbeat: rank {os.environ.get('RANK', '0')}: {problem}", file=sys.stderr)
         sys.exit(1)

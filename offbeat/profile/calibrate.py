@@ -1,12 +1,17 @@
 """A job's ranks → what each collective costs among them: tables for the cluster file, fits for the replay.
 
-Each collective is measured alone and in a row of several in flight, at sizes 2^i: alone it shows its whole latency, in
-a row only what keeps the next one from the link (`offbeat.cost.measured`). Small ones stand between large ones there,
-as in a step. What each of a row of nothing but small ones takes differs several-fold from one minute to the next: it
-depends on which cores the backend's threads have found. Reduces and broadcasts that go straight to or from their root
-are measured alone: how they share links follows from who their roots are (`offbeat.simulate.step`).
+Each collective is measured alone and back to back with several in flight, at sizes 2^i. Alone it shows its whole
+latency; in a row, only what keeps the next one from the link (`offbeat.cost.measured`). Small collectives are measured
+between large ones, as in a step: the time of back-to-back small ones varies several-fold between starts, with the cores
+on which the backend's threads run. Reduces and broadcasts that go straight to or from their root are measured alone:
+how they share links follows from their roots (`offbeat.simulate.step`).
+
+For a cluster file every collective is measured under every even partitioning of the ranks into groups, which talk at
+the same time (TensorOpt, section 3.2). `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
 """
 
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,10 +28,15 @@ import torch
 import torch.distributed as dist
 
 from offbeat import files
+from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, Costs, in_a_row
-from offbeat.runtime.channel import Channel, Work, known_costs, open_group, wait
+from offbeat.cost.tables import latency_steps
+from offbeat.cpu_steal import QUIET, CpuSteal
+from offbeat.errors import OffbeatError
+from offbeat.plan.model import sent_per_byte
+from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
-from offbeat.theft import QUIET, Theft
+from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
@@ -34,17 +44,21 @@ LARGE_BYTES = 2**18
 IN_A_ROW = 12
 LEFT_OUT = 4
 SMALL_IN_A_ROW = 3
-"""Small ones before each large one."""
+"""Small collectives before each large one."""
 CYCLES = 5
-"""Of small ones and a large one; the first is left out."""
+"""Repetitions of some small collectives and a large one; the first is left out."""
 REPEATS, SMALL_REPEATS = 3, 6
 ATTEMPTS = 2
 LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
 
 Sample = tuple[int, float, float]
-"""Bytes that each rank puts in, seconds of one collective alone, seconds by which each prolonged a row: of its like if
-it is large, of large ones and itself if it is small."""
+"""Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
+_TABULATED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+"""Collectives that a cluster file has tables for."""
+Measured = dict[tuple[str, int], list[Sample]]
+"""By collective and size of the groups: samples of the slowest group."""
+_TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
@@ -64,27 +78,26 @@ def calibrate_job(folder: str | PathLike[str]) -> Costs:
 
 
 def measure_job() -> dict[str, list[Sample]]:
-    """Samples of every collective among all ranks of the job; measured once in its life."""
-    job = dist.distributed_c10d._get_default_group()
+    """Samples of every collective among all ranks of the job, measured only once per job."""
+    job = default_group()
     if job not in _measured:
-        ranks, me, backend = tuple(range(dist.get_world_size())), dist.get_rank(), dist.get_backend()
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        group = open_group(backend, "offbeat/calibrate", ranks, me, CALIBRATED_IN_FLIGHT, timedelta(minutes=5))
-        channel = Channel(group, ranks, me)
+        world = torch_world()
+        everyone = tuple(range(world.size))
+        channel = world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)
         try:
-            _measured[job] = _least_disturbed(channel, device)
+            _measured[job] = _least_disturbed(channel, world.device)
         finally:
             channel.close()
     return _measured[job]
 
 
 def _least_disturbed(channel: Channel, device: torch.device) -> dict[str, list[Sample]]:
-    """Samples of every collective; once more if neighbours took processors away from one of the ranks meanwhile."""
+    """Samples of every collective, measured again if the machine's host took CPU time from a rank."""
     found: list[tuple[float, dict[str, list[Sample]]]] = []
     while len(found) < ATTEMPTS and not any(stolen < QUIET for stolen, _ in found):
-        theft = Theft()
+        steal = CpuSteal()
         samples = {kind: measure(channel, kind, device) for kind in KINDS}
-        stolen = torch.tensor([theft.share()], dtype=torch.float64, device=device)
+        stolen = torch.tensor([steal.share()], dtype=torch.float64, device=device)
         found.append((largest(channel, stolen).item(), samples))
     return min(found, key=lambda attempt: attempt[0])[1]
 
@@ -115,23 +128,22 @@ def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[i
 def _repeat(
     channel: Channel, device: torch.device, starts: Sequence[Callable[[], Work]], left_out: int, repeats: int
 ) -> tuple[float, float]:
-    """(seconds of the first alone, seconds of a row of all without the first few), medians."""
+    """Medians: (seconds of the first one alone, seconds of the row without the first `left_out`)."""
     alone, row = [], []
     for _ in range(repeats):
         _meet(channel, device)
         alone.append(_ends(starts[:1], device)[0])
         _meet(channel, device)
         ends = _ends(starts, device)
-        # Buffers along the way swallow the first ones, which says nothing of a busy link.
+        # Buffers along the way absorb the first ones.
         row.append(ends[-1] - ends[left_out - 1])
     return median(alone), median(row)
 
 
 def fit(samples: Sequence[Sample]) -> CollectiveFit:
-    """Seconds per byte from the large ones in a row, overhead from the small, latency from what one alone takes longer.
+    """Seconds per byte from large collectives in a row, overhead from small ones, latency from those alone.
 
-    A line through all sizes would miss both ends: small collectives cost the same whatever their size, and what large
-    ones cost is what a step consists of.
+    A line through all sizes would fit neither end: small collectives cost the same whatever their size.
     """
     large = [(size, each) for size, _, each in samples if size >= LARGE_BYTES]
     if len(large) > 1:
@@ -145,7 +157,7 @@ def fit(samples: Sequence[Sample]) -> CollectiveFit:
 
 
 def fit_alone(samples: Sequence[Sample]) -> CollectiveFit:
-    """Seconds per byte from what large ones take alone; before the first byte pass as many as the smallest takes."""
+    """Seconds per byte from large collectives alone; the overhead is what the smallest one takes."""
     large = [(size, one) for size, one, _ in samples if size >= LARGE_BYTES]
     (least, first), (most, last) = (large[0], large[-1]) if len(large) > 1 else ((0, 0.0), samples[-1][:2])
     per_byte = max(0.0, (last - first) / (most - least))
@@ -153,7 +165,7 @@ def fit_alone(samples: Sequence[Sample]) -> CollectiveFit:
 
 
 def _overhead(size: int, each: float, per_byte: float) -> float:
-    """The overhead at which replay has a cycle of small ones and a large one take that much longer for each of them."""
+    """The overhead with which replay lets each small collective prolong a row by `each` seconds."""
     wire = [per_byte * size] * SMALL_IN_A_ROW + [per_byte * LARGE_BYTES]
     goal = SMALL_IN_A_ROW * each + wire[-1]
     low, high = 0.0, max(0.0, goal)
@@ -166,10 +178,7 @@ def _overhead(size: int, each: float, per_byte: float) -> float:
 
 
 def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: int = 0) -> Callable[[], Work]:
-    """A function that starts one collective on tensors of its own.
-
-    Ranks take turns as the root, as a strategy's servers do: one after another they use a link in both directions.
-    """
+    """A function that starts one collective on its own tensors; ranks take turns as the root, as servers do."""
     elements = max(channel.size, size // 4 // channel.size * channel.size)
     tensor = torch.zeros(elements, device=device)
     root = channel.ranks[turn % channel.size]
@@ -192,17 +201,17 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
 
 
 def _meet(channel: Channel, device: torch.device) -> None:
-    wait(channel.all_reduce(torch.zeros(1, device=device)))
+    channel.all_reduce(torch.zeros(1, device=device)).wait()
     _synchronise(device)
 
 
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
-    """Seconds after which each of some collectives, all issued at once, had ended."""
+    """Seconds until each of the collectives, all issued at once, has ended."""
     begin = time.perf_counter()
     works = [start() for start in starts]
     ends = []
     for work in works:
-        wait(work)
+        work.wait()
         _synchronise(device)
         ends.append(time.perf_counter() - begin)
     return ends
@@ -211,3 +220,88 @@ def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[fl
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def measure_partitionings(world: int) -> Measured:
+    """Samples of every collective in groups of every size that divides the number of ranks."""
+    job = torch_world()
+    measured: Measured = {}
+    for size in (size for size in range(2, world + 1) if world % size == 0):
+        first = job.rank // size * size
+        ranks = tuple(range(first, first + size))
+        channel = job.open_channel(f"offbeat/survey/{size}/{first}", ranks, 2, _TIMEOUT)
+        try:
+            for kind in KINDS:
+                dist.barrier()
+                groups: list[list[Sample]] = [[] for _ in range(world)]
+                dist.all_gather_object(groups, measure(channel, kind, job.device))
+                measured[kind, size] = slowest(groups)
+        finally:
+            channel.close()
+    return measured
+
+
+def slowest(groups: list[list[Sample]]) -> list[Sample]:
+    """The slowest group's time at each size that all groups measured."""
+    return [
+        (rows[0][0], max(alone for _, alone, _ in rows), max(each for _, _, each in rows))
+        for rows in zip(*groups, strict=False)
+    ]
+
+
+def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
+    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning."""
+    nodes = world // per_node
+    fields: dict[str, float] = {}
+    if nodes > 1:
+        fields["bandwidth"], fields["latency"] = link_of(measured["all_reduce", world], world)
+    if per_node > 1:
+        fields["intra_bandwidth"], fields["intra_latency"] = link_of(measured["all_reduce", per_node], per_node)
+    tables = tuple(
+        CollectiveTable(
+            collective=kind,  # type: ignore[arg-type] # one of _TABULATED
+            groups=tuple(tuple(range(first, first + size)) for first in range(0, world, size)),
+            sizes_bytes=tuple(bytes for bytes, _, _ in samples),
+            seconds=tuple(alone for _, alone, _ in samples),
+        )
+        for (kind, size), samples in measured.items()
+        if kind in _TABULATED
+    )
+    local = ClusterSpec.local(per_node).nodes[0]
+    if nodes > 1:
+        local = local.model_copy(update={"address": None})
+    made = tuple(local.model_copy(update={**fields, "name": f"node{number}"}) for number in range(nodes))
+    return ClusterSpec(name="calibrated", nodes=made, tables=tables)
+
+
+def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
+    """(bytes per second, seconds of latency) of a ring's links, from its all-reduces."""
+    fitted = fit(samples)
+    if not fitted.seconds_per_byte:
+        raise OffbeatError("all_reduce: large messages took no longer than small ones, which tells no bandwidth")
+    latency = (fitted.overhead_seconds + fitted.latency_seconds) / latency_steps("all_reduce", participants)
+    return sent_per_byte("all_reduce", participants) / fitted.seconds_per_byte, latency
+
+
+def main(path: str) -> None:
+    """Measures the running job's ranks, each of which must call it; rank 0 writes the cluster file."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+    world = dist.get_world_size()
+    if world < 2:
+        raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    per_node = local if 0 < local <= world and world % local == 0 else world
+    cluster = cluster_of(measure_partitionings(world), world, per_node)
+    if dist.get_rank() == 0:
+        cluster.save(path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except OffbeatError as problem:
+        print(f"offbeat: rank {os.environ.get('RANK', '0')}: {problem}", file=sys.stderr)
+        sys.exit(1)

@@ -5,6 +5,7 @@ is counted in the order of issue, which all ranks share, or by the sequence numb
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.profile.tracefile import Collective, Trace, load
-from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
-
-__all__ = ["Collective", "Trace", "combine", "load", "load_folder", "read_folder", "read_trace"]
+from offbeat.profile.flight import Entry, is_dump, join, read_dump
+from offbeat.profile.tracefile import Collective, Trace, load, rank_in_name
+from offbeat.timeline import COMPUTE, KINDS, NETWORK, Builder, Timeline
+from offbeat.timeline.model import COLUMNS
 
 _SIZED = ("all_reduce", "broadcast", "reduce", "send", "recv")
 """Kinds in which every participant gives equally many elements."""
-
-
-_COLUMNS = (
-    *(("start", "f8"), ("end", "f8"), ("rank", "i4"), ("track", "i4"), ("kind", "i1"), ("name", "i4")),
-    *(("step", "i4"), ("queued", "f8"), ("bytes", "i8"), ("task", "i4")),
-)
 
 
 def read_trace(path: str | os.PathLike[str], rank: int | None = None) -> Timeline:
@@ -33,39 +28,37 @@ def read_trace(path: str | os.PathLike[str], rank: int | None = None) -> Timelin
     return combine([load(path, rank)])
 
 
-def read_folder(folder: str | os.PathLike[str]) -> tuple[Timeline, tuple[str, ...]]:
-    """The timeline of all ranks on their own clocks, and what was left out."""
-    traces, notes = load_folder(folder)
-    timeline = combine(traces)
-    return timeline, (*notes, *timeline.notes)
-
-
-def load_folder(folder: str | os.PathLike[str]) -> tuple[list[Trace], tuple[str, ...]]:
-    """The traces in a folder by rank, and one sentence for each file left out."""
-    try:
-        paths = sorted(path for path in Path(folder).iterdir() if path.name.endswith((".json", ".json.gz")))
-    except OSError as error:
-        raise OffbeatError(f"{folder}: cannot read the folder of traces: {error.strerror or error}") from None
+def load_folder(folder: Path) -> tuple[list[Trace], list[str]]:
+    """The traces in a folder by rank, joined with Flight Recorder dumps, and one sentence for each file left out."""
+    paths = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
     if not paths:
-        raise OffbeatError(f"{folder}: there is no trace in it; a trace's name ends with .json or .json.gz")
+        raise OffbeatError(f"{folder}: there is no trace in it: neither rank0.jsonl, … nor files in JSON")
     traces: dict[int, Trace] = {}
-    notes: list[str] = []
+    dumps: dict[int | None, list[Entry]] = {}
+    notes = []
     for path in paths:
         try:
+            if is_dump(path):
+                dumps[rank_in_name(path.name)] = read_dump(path)
+                continue
             trace = load(path, 0 if len(paths) == 1 else None)
         except OffbeatError as error:
             notes.append(str(error))
             continue
         if trace.rank in traces:
-            notes.append(
-                f"{path}: left out, because {traces[trace.rank].path.name} is a trace of rank {trace.rank} too"
-            )
+            other = traces[trace.rank].path.name
+            notes.append(f"{path}: left out, because {other} is a trace of rank {trace.rank} too")
         else:
             traces[trace.rank] = trace
     if not traces:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
-        raise OffbeatError(f"{folder}: none of its traces can be used: {notes[0]}{more}")
-    return [traces[rank] for rank in sorted(traces)], tuple(notes)
+        raise OffbeatError(f"{folder}: none of its traces can be used: {notes[0] if notes else 'there are none'}{more}")
+    for rank, dump in dumps.items():
+        if rank in traces:
+            traces[rank] = join(traces[rank], dump)
+        else:
+            notes.append(f"{folder}: a Flight Recorder dump of rank {rank} has no trace beside it")
+    return [traces[rank] for rank in sorted(traces)], notes
 
 
 def combine(traces: Iterable[Trace]) -> Timeline:
@@ -85,17 +78,22 @@ def combine(traces: Iterable[Trace]) -> Timeline:
         )
     names: dict[str, int] = {}
     tracks: dict[str, int] = {COMPUTE: 0, NETWORK: 1}
-    tasks = _Tasks(stepped=bool(steps))
+    collectives: list[tuple[int, Collective, int]] = []
     parts = []
-    rows = [(trace, (trace.origin_ns - zero) * 1e-9, marks[row] if steps else None) for row, trace in enumerate(traces)]
-    for trace, shift, row in rows:
+    for place, trace in enumerate(traces):
+        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else None
+        builder = Builder()
         events = sorted(trace.collectives, key=lambda event: event.moment)
-        step = _steps_of(np.array([event.moment for event in events], "f8") + shift, row)
-        parts.append(_work_columns(trace, shift, row, names, tracks))
-        parts.append(_collective_columns(trace.rank, events, step, shift, names, tracks))
-        tasks.add(trace.rank, events, step.tolist())
-    columns = {column: np.concatenate([part[column] for part in parts]).astype(dtype) for column, dtype in _COLUMNS}
-    columns["task"][columns["kind"] == KINDS.index("communication")] = tasks.numbers()
+        for event in events:
+            lane, times = str(event.lane), (event.start, event.end)
+            queued, size = event.queued, event.bytes
+            builder.add(trace.rank, lane, "communication", event.kind, *times, queued=queued, bytes=size)
+        for label, spans in ((COMPUTE, trace.work), (NETWORK, builder.build())):
+            parts.append(_columns(label, spans, shift, row, names, tracks))
+        step = parts[-1]["step"].tolist()
+        collectives += [(trace.rank, event, number) for event, number in zip(events, step, strict=True)]
+    columns = {name: np.concatenate([part[name] for part in parts]).astype(dtype) for name, dtype in COLUMNS.items()}
+    columns["task"][columns["kind"] == KINDS.index("communication")] = _tasks(collectives, bool(steps))
     return Timeline(names=tuple(names), tracks=tuple(tracks), marks=marks, notes=tuple(notes), **columns)  # type: ignore[arg-type]
 
 
@@ -116,99 +114,57 @@ def _common_steps(traces: list[Trace], notes: list[str]) -> list[int]:
     return run
 
 
-def _steps_of(moments: NDArray[np.float64], marks: NDArray[np.float64] | None) -> NDArray[np.int64]:
-    if marks is None:
-        return np.full(len(moments), -1)
-    step = np.searchsorted(marks, moments, side="right") - 1
-    return np.where(step < len(marks) - 1, step, -1)
-
-
-def _work_columns(
-    trace: Trace, shift: float, marks: NDArray[np.float64] | None, names: dict[str, int], tracks: dict[str, int]
-) -> dict[str, NDArray[Any]]:
-    work = trace.work
-    count = len(work.start)
-    lanes = [COMPUTE if lane == 0 else f"compute {lane + 1}" for lane in range(int(work.lane.max(initial=-1)) + 1)]
-    track = np.array([tracks.setdefault(lane, len(tracks)) for lane in lanes], np.int64)
-    name = np.array([names.setdefault(name, len(names)) for name in work.names], np.int64)
-    return {
-        "start": work.start + shift,
-        "end": work.end + shift,
-        "rank": np.full(count, trace.rank),
-        "track": track[work.lane],
-        "kind": work.kind,
-        "name": name[work.name],
-        "step": _steps_of(work.start + shift, marks),
-        "queued": np.full(count, np.nan),
-        "bytes": np.zeros(count, np.int64),
-        "task": np.full(count, -1),
-    }
-
-
-def _collective_columns(
-    rank: int,
-    events: list[Collective],
-    step: NDArray[np.int64],
+def _columns(
+    label: str,
+    spans: Timeline,
     shift: float,
+    marks: NDArray[np.float64] | None,
     names: dict[str, int],
     tracks: dict[str, int],
 ) -> dict[str, NDArray[Any]]:
-    seconds: dict[int, float] = {}
-    for event in events:
-        seconds[event.lane] = seconds.get(event.lane, 0) + event.end - event.start
-    lanes = {lane: place for place, lane in enumerate(sorted(seconds, key=lambda lane: -seconds[lane]))}
-    labels = [NETWORK if lanes[event.lane] == 0 else f"{NETWORK} {lanes[event.lane] + 1}" for event in events]
-    return {
-        "start": np.array([event.start for event in events], "f8") + shift,
-        "end": np.array([event.end for event in events], "f8") + shift,
-        "rank": np.full(len(events), rank),
-        "track": np.array([tracks.setdefault(label, len(tracks)) for label in labels], np.int64),
-        "kind": np.full(len(events), KINDS.index("communication")),
-        "name": np.array([names.setdefault(event.kind, len(names)) for event in events], np.int64),
-        "step": step,
-        "queued": np.array([event.queued for event in events], "f8") + shift,
-        "bytes": np.array([event.bytes for event in events], np.int64),
-        "task": np.full(len(events), -1),
-    }
+    """The columns of a rank's computation or communication, whose busiest stream or thread is the track `label`."""
+    present, lane = np.unique(spans.track, return_inverse=True)
+    place = np.argsort(np.argsort(-np.bincount(lane, spans.end - spans.start), kind="stable")) if len(lane) else lane
+    track = [tracks.setdefault(f"{label} {n + 1}" if n else label, len(tracks)) for n in range(len(present))]
+    used, name = np.unique(spans.name, return_inverse=True)
+    known = [names.setdefault(spans.names[number], len(names)) for number in used]
+    columns = {column: getattr(spans, column) for column in COLUMNS}
+    columns |= {column: columns[column] + shift for column in ("start", "end", "queued")}
+    columns |= {"track": np.array(track, np.int64)[place[lane]], "name": np.array(known, np.int64)[name]}
+    if marks is not None:
+        moment = np.where(np.isnan(columns["queued"]), columns["start"], columns["queued"])
+        step = np.searchsorted(marks, moment, side="right") - 1
+        columns["step"] = np.where(step < len(marks) - 1, step, -1)
+    return columns
 
 
-class _Tasks:
-    """Collectives of all ranks → task numbers equal on all participants; -1 for what cannot be matched."""
-
-    def __init__(self, stepped: bool) -> None:
-        self.stepped = stepped
-        self.keys: list[tuple[int, tuple[object, ...], int] | None] = []
-        """Per collective its step, what it is, and its place among those of the step that are the same."""
-        self.sequenced: dict[tuple[int, tuple[object, ...]], set[int]] = {}
-
-    def add(self, rank: int, events: list[Collective], steps: list[int]) -> None:
-        """Collectives of one rank in the order of issue."""
-        seen: dict[tuple[int, tuple[object, ...]], int] = {}
-        for event, step in zip(events, steps, strict=True):
-            transfer = event.kind in ("send", "recv")
-            if (self.stepped and step < 0) or (transfer and event.peer < 0):
-                self.keys.append(None)
-                continue
-            ends = (rank, event.peer) if event.kind == "send" else (event.peer, rank) if transfer else ()
-            size = event.elements if event.kind in _SIZED else -1
-            what = (event.sequence >= 0, event.group, "transfer" if transfer else event.kind, ends, size)
-            if event.sequence >= 0:
-                self.sequenced.setdefault((step, what), set()).add(event.sequence)
-                self.keys.append((step, what, event.sequence))
-            else:
-                place = seen.get((step, what), 0)
-                seen[(step, what)] = place + 1
-                self.keys.append((step, what, place))
-
-    def numbers(self) -> NDArray[np.int64]:
-        places = {
-            key: {number: place for place, number in enumerate(sorted(all_))} for key, all_ in self.sequenced.items()
-        }
-        known: dict[tuple[object, ...], int] = {}
-        result = np.full(len(self.keys), -1, np.int64)
-        for position, key in enumerate(self.keys):
-            if key is not None:
-                step, what, place = key
-                place = places[(step, what)][place] if (step, what) in places else place
-                result[position] = known.setdefault((*what, place), len(known))
-        return result
+def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDArray[np.int64]:
+    """Task numbers of (rank, collective, step), equal on all participants; -1 for what cannot be matched."""
+    keys: list[tuple[tuple[object, ...], int] | None] = []
+    """Of each collective, what it is in which step, and its place or sequence number among those."""
+    sequences: dict[tuple[object, ...], set[int]] = {}
+    seen: Counter[tuple[object, ...]] = Counter()
+    for rank, event, step in collectives:
+        transfer = event.kind in ("send", "recv")
+        if (stepped and step < 0) or (transfer and event.peer < 0):
+            keys.append(None)
+            continue
+        ends = (rank, event.peer) if event.kind == "send" else (event.peer, rank) if transfer else ()
+        size = event.elements if event.kind in _SIZED else -1
+        kind = "transfer" if transfer else event.kind
+        what = (step, event.sequence >= 0, event.group, kind, ends, size)
+        if event.sequence >= 0:
+            sequences.setdefault(what, set()).add(event.sequence)
+            keys.append((what, event.sequence))
+        else:
+            keys.append((what, seen[rank, what]))
+            seen[rank, what] += 1
+    places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in sequences.items()}
+    known: dict[tuple[object, ...], int] = {}
+    result = np.full(len(keys), -1, np.int64)
+    for position, key in enumerate(keys):
+        if key is not None:
+            same, place = key
+            place = places[same][place] if same in places else place
+            result[position] = known.setdefault((*same[1:], place), len(known))
+    return result

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
-from offbeat.launch import LOOPBACK, LocalJob, free_port
+from offbeat.launch import LOOPBACK, TIMED_OUT, LocalJob, exit_code, free_port
 
-TIMED_OUT = 124
-_SIGNALLED = 128
-RECORDED_FILES = ("rank*.jsonl", "calibration.json", "strategy.json", "overhead.json")
-"""What a recording consists of; those of an earlier run would be mixed with the new ones."""
+RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
+"""The files of a recording, which a new one replaces."""
 
 
 def profile_script(
@@ -23,11 +21,10 @@ def profile_script(
     run_on: bool,
     timeout: float | None,
 ) -> int:
-    """Runs a training script on so many ranks with a recorder attached; the exit code as `run_module` gives it."""
+    """Runs a training script on `ranks` processes with a recorder attached; the exit code as `run_script` gives it."""
     clear_folder(Path(folder))
-    options = ["--folder", os.fspath(folder), "--steps", str(steps), "--plain-steps", str(plain_steps)]
-    options += ["--run-on"] if run_on else []
-    return run_module("offbeat.profile.attach", [*options, *script], ranks, timeout)
+    options = [os.fspath(folder), str(steps), str(plain_steps), str(int(run_on))]
+    return run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
 
 
 def profile_here(
@@ -39,16 +36,11 @@ def profile_here(
     if os.environ["RANK"] == "0":
         # The others begin to record only after they have met this rank.
         clear_folder(Path(folder))
-    try:
-        record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
-    except SystemExit as ended:
-        # The usual end: enough was recorded.
-        if ended.code:
-            raise
+    record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
 
 
 def require_script(script: str) -> None:
-    """Refuses what is no file, before anything is started."""
+    """Raises OffbeatError unless the script is a file."""
     if not Path(script).is_file():
         raise OffbeatError(f"{script}: there is no such script")
 
@@ -69,22 +61,17 @@ def clear_folder(folder: Path) -> None:
         raise OffbeatError(f"{folder}: a trace cannot be written there: {error.strerror}") from None
 
 
-def run_module(module: str, arguments: Sequence[str], ranks: int, timeout: float | None = None) -> int:
-    """Runs a module on so many ranks; the exit code as `run_script` gives it."""
-    return run_script(["-m", module, *arguments], ranks, {}, timeout)
-
-
-def run_script(arguments: Sequence[str], ranks: int, variables: Mapping[str, str], timeout: float | None = None) -> int:
-    """0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 when time was up.
+def run_script(
+    arguments: Sequence[str], ranks: int, variables: Mapping[str, str] | None = None, timeout: float | None = None
+) -> int:
+    """Runs Python on all ranks; returns 0, `TIMED_OUT`, or the exit code of the rank that failed first.
 
     `arguments` are Python's, `variables` join every rank's environment. When one rank fails the others are ended,
     because they would wait for it.
     """
     master = (LOOPBACK, free_port(LOOPBACK))
-    with LocalJob(arguments, range(ranks), ranks, master, variables, captured=False) as job:
+    with LocalJob(arguments, range(ranks), ranks, master, variables or {}, captured=False) as job:
         if not job.wait(timeout):
             return TIMED_OUT
         failed = [end.returncode for end in job.finish() if end.outcome == "exited" and end.returncode]
-    if not failed:
-        return 0
-    return failed[0] if failed[0] > 0 else _SIGNALLED - failed[0]
+    return exit_code(failed[0]) if failed else 0

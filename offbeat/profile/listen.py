@@ -1,15 +1,20 @@
 """Collectives of jobs that do not run on Offbeat's engine → the recorder: DDP's buckets, torch.distributed's calls."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.timeline import Kind
+from offbeat.runtime.lifetime import close_at_exit
+from offbeat.torch_private import has_communication_hook
+
+if TYPE_CHECKING:
+    from offbeat.profile.recorder import Recorder
 
 _CALLS = {
     # name: (kind, position and name of the tensor that each rank puts in)
@@ -27,31 +32,45 @@ _CALLS = {
 
 
 LEAST_WAIT_SECONDS = 2e-5
-"""Shorter waits are not worth a note."""
-
-
+"""Shorter waits are not noted."""
 _LISTENER = "_offbeat_listener"
 """Attribute of a DDP model that is listened to."""
 
 
-class Sink(Protocol):
-    """Takes note of collectives."""
+class ReportsUnderWay:
+    """Works whose ends the backend's threads report in Python, which they cannot do once the interpreter ends."""
 
-    def collective(
-        self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
-    ) -> None: ...
+    def __init__(self) -> None:
+        self.works: deque[Any] = deque()
 
-    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None: ...
+    def add(self, work: Any) -> None:
+        if not self.works:
+            close_at_exit(self)
+        while self.works and self.works[0].is_completed():
+            self.works.popleft()
+        self.works.append(work)
+
+    def close(self, deadline: float) -> None:
+        """Waits for the reports until `deadline` (time.monotonic)."""
+        while self.works and time.monotonic() < deadline:
+            if self.works[0].is_completed():
+                self.works.popleft()
+            else:
+                time.sleep(1e-3)
+
+
+_reports = ReportsUnderWay()
+"""A listener may be gone before its collectives have ended."""
 
 
 class BucketListener:
-    """Times each all-reduce of a DDP model's buckets for `sink`, while there is one.
+    """Times each all-reduce of a DDP model's buckets for `recorder`, while there is one.
 
-    DDP keeps its communication hook for good, so the listener stays with the model and serves later recorders too.
+    DDP cannot remove a communication hook, so the listener stays with the model and serves later recorders too.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.sink: Sink | None = None
+        self.recorder: Recorder | None = None
         self.group = model.process_group
         self.world = dist.get_world_size(self.group)
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
@@ -59,25 +78,24 @@ class BucketListener:
         model.register_comm_hook(self, _exchange)
 
     def remove(self) -> None:
-        self.sink = None
+        self.recorder = None
 
     def named(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> str:
         """The bucket's variables."""
-        known = self.known.get(tensor.data_ptr())
-        if known is None:
-            known = ",".join(self.names[id(parameter)] for parameter in bucket.parameters())
-            self.known[tensor.data_ptr()] = known
-        return known
+        place = tensor.data_ptr()
+        if place not in self.known:
+            self.known[place] = ",".join(self.names[id(parameter)] for parameter in bucket.parameters())
+        return self.known[place]
 
 
-def listen_to_buckets(model: DistributedDataParallel, sink: Sink) -> BucketListener | None:
+def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> BucketListener | None:
     """Starts to time each bucket's all-reduce; None if the job has a communication hook of its own, which must stay."""
     listener = vars(model).get(_LISTENER)
     if listener is None:
-        if model._comm_hooks:
+        if has_communication_hook(model):
             return None
         listener = vars(model)[_LISTENER] = BucketListener(model)
-    listener.sink = sink
+    listener.recorder = recorder
     return listener
 
 
@@ -85,34 +103,39 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
     queued = time.perf_counter()
     tensor = bucket.buffer().div_(listener.world)
     issued = time.perf_counter()
-    future = dist.all_reduce(tensor, group=listener.group, async_op=True).get_future()
-    sink = listener.sink
-    if sink is not None:
-        number, size, first = bucket.index(), tensor.numel() * tensor.element_size(), listener.named(bucket, tensor)
-        future.add_done_callback(
-            lambda _: sink.collective(
-                number, "all_reduce", first, size, listener.world, queued, issued, time.perf_counter()
-            )
-        )
+    work = dist.all_reduce(tensor, group=listener.group, async_op=True)
+    future = work.get_future()
+    recorder = listener.recorder
+    if recorder is not None:
+        _reports.add(work)
+        what = (bucket.index(), "all_reduce", listener.named(bucket, tensor), tensor.nbytes, listener.world)
+        future.add_done_callback(lambda _: recorder.collective(*what, queued, issued, time.perf_counter()))
     return future.then(lambda done: done.value()[0])
 
 
-class CollectiveListener:
-    """Stands between the job and torch.distributed until it is removed: notes collectives, and waits for them."""
+class Patch:
+    """Replaces an attribute until `remove` is called."""
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner, self.name, self.original = owner, name, getattr(owner, name)
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        setattr(self.owner, self.name, self.original)
+
+
+class CollectiveListener:
+    """Wraps torch.distributed's functions until it is removed, and notes collectives and waits for them."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self.recorder = recorder
         self.count = 0
-        """Of collectives since the step began, which numbers them alike in every step."""
+        """Number of collectives since the step began."""
         self.inside = False
-        """One function may call another; the outermost counts."""
-        self.originals: dict[str, Callable[..., Any]] = {}
-        for name in _CALLS:
-            if hasattr(dist, name):
-                self.originals[name] = getattr(dist, name)
-                setattr(dist, name, self._listening(name, self.originals[name]))
-        self.wait = dist.Work.wait
-        dist.Work.wait = self._waiting(self.wait)
+        """Inside one of the functions, which may call another."""
+        known = [name for name in _CALLS if hasattr(dist, name)]
+        self.patches = [Patch(dist, name, self._listening(name, getattr(dist, name))) for name in known]
+        self.patches.append(Patch(dist.Work, "wait", self._waiting(dist.Work.wait)))
 
     def _listening(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         kind, place, keyword = _CALLS[name]
@@ -128,17 +151,18 @@ class CollectiveListener:
             finally:
                 self.inside = False
             tensor = args[place] if len(args) > place else kwargs.get(keyword)
-            size = tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
-            ranks = dist.get_world_size(kwargs.get("group"))
-            number, self.count = self.count, self.count + 1
+            size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+            what = (self.count, kind, f"{name}.{self.count}", size, dist.get_world_size(kwargs.get("group")))
+            self.count += 1
 
             def ended(*_: Any) -> None:
-                self.sink.collective(number, kind, f"{name}.{number}", size, ranks, queued, queued, time.perf_counter())
+                self.recorder.collective(*what, queued, queued, time.perf_counter())
 
             if work is None:
                 ended()
-                self.sink.local("wait", (), queued, time.perf_counter())
+                self.recorder.local("wait", (), queued, time.perf_counter())
             else:
+                _reports.add(work)
                 work.get_future().add_done_callback(ended)
             return work
 
@@ -153,11 +177,10 @@ class CollectiveListener:
             finally:
                 end = time.perf_counter()
                 if not self.inside and end - begin > LEAST_WAIT_SECONDS:
-                    self.sink.local("wait", (), begin, end)
+                    self.recorder.local("wait", (), begin, end)
 
         return wait
 
     def remove(self) -> None:
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
-        dist.Work.wait = self.wait
+        for patch in self.patches:
+            patch.remove()

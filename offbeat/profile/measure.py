@@ -3,11 +3,16 @@
 Compute is what lies between the events that communication cares about: a module that reads variables begins, a
 gradient is complete. Time in which a rank waited for messages or applied updates is taken out. Medians over steps,
 then over ranks; a rank that is slower than the others keeps its factor (`Costs.compute_scale`).
+
+Plans synchronise once a step. A job that accumulates gradients and synchronises in each of its passes is replayed as it
+was recorded; what is predicted for another strategy is its step with `no_sync()` around all passes but the last.
 """
 
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -20,20 +25,13 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import SERVED, CollectiveFit, Costs, in_a_row
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.graph.model import Operator, Variable, update_operators
-from offbeat.plan import lower
-from offbeat.profile.interference import fit_interference, shares
-from offbeat.profile.traces import (
-    RankTrace,
-    Step,
-    align,
-    backward_spans,
-    forward_spans,
-    parse_rank,
-    read_traces,
-    to_timeline,
-)
-from offbeat.runtime.channel import known_costs
+from offbeat.plan import Plan, lower
+from offbeat.plan.model import sent_per_byte
+from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, usual, with_variables_of
+from offbeat.profile.lines import RankTrace, Step, parse_rank
+from offbeat.profile.plans import RecordedPlan, of_all_ranks
+from offbeat.profile.traces import align, read_traces, to_timeline
+from offbeat.runtime.comm import known_costs
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import KINDS, Timeline
@@ -41,13 +39,9 @@ from offbeat.timeline.observer import covered
 
 WARM_UP_STEPS = 3
 MOST_CORRECTED = 2.0
-"""By which factor a job's own collectives may correct what was calibrated."""
+"""The largest factor by which a job's own collectives correct what was calibrated."""
 SERVER_CORRECTIONS = 4
-"""Times that servers' messages are corrected and replayed; the closest counts."""
-ANYWHERE = {"graph": "", "cluster": ""}
-"""A strategy that ran fits the graph measured while it did, whatever it was made for."""
-STRAGGLER = 0.03
-"""A rank counts as slower (or faster) than the others beyond this share."""
+"""Rounds of correcting servers' messages and replaying; the closest one counts."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,18 @@ class Profile:
     costs: Costs
     job: str
     notes: tuple[str, ...]
+    synchronisations: int = 1
+    """Times that a step synchronises its gradients; plans do so once."""
+    recorded: RecordedPlan | None = None
+    """The plan in force while an Offbeat job was recorded."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The strategy's plan; for the recorded strategy, with the issue order that was in force."""
+        plan = lower(self.graph, self.cluster, self.strategy)
+        if self.recorded is None or self.recorded.strategy != self.strategy:
+            return plan
+        return self.recorded.applied_to(plan)
 
     @property
     def step_seconds(self) -> float:
@@ -74,63 +80,57 @@ class Profile:
 
 
 def profile_in_place(
-    recorded: Sequence[Sequence[dict[str, Any]]],
-    link: tuple[float, float] | None,
-    world: int,
-    strategy: Strategy,
-    graph: ModelGraph,
+    recorded: Sequence[Sequence[dict[str, Any]]], link: tuple[float, float] | None, world: int, graph: ModelGraph
 ) -> Profile:
-    """What `MemoryRecorder` noted on the first ranks of a running job, as a profile with the variables of its graph.
+    """The profile of a running job from what `MemoryRecorder` noted on its first ranks, with the variables of `graph`.
 
-    `link` is the seconds of an all-reduce among all ranks, and those of each byte, where they were measured.
+    `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
     """
     traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
     costs = replace(known_costs(traces[0].backend, world), collectives=fits)
-    profile = make_profile(traces, costs, strategy)
+    profile = make_profile(traces, costs)
     return replace(profile, graph=with_variables_of(profile.graph, graph))
 
 
-def load_profile(folder: str | PathLike[str], *, aligned: bool = True) -> Profile:
-    """Reads a folder that the recorder wrote; with `aligned` off every rank keeps its own clock."""
+def load_profile(folder: str | PathLike[str]) -> Profile:
+    """Reads a folder that the recorder wrote."""
     traces, notes = read_traces(folder)
-    costs, strategy, cluster = Costs(), None, None
-    calibration, chosen, described = (
-        Path(folder) / name for name in ("calibration.json", "strategy.json", "cluster.yaml")
-    )
+    costs, cluster = Costs(), None
+    calibration, described = (Path(folder) / name for name in ("calibration.json", "cluster.yaml"))
     if calibration.exists():
         raw = files.read_json(calibration, "calibration")
         costs = Costs.from_dict(raw.get("costs") if isinstance(raw, dict) else None, str(calibration))
-    if chosen.exists():
-        strategy = Strategy.load(chosen)
     if described.exists():
         cluster = ClusterSpec.load(described)
-    return make_profile(traces, costs, strategy, cluster, notes, aligned=aligned)
+    return make_profile(traces, costs, cluster, notes)
 
 
 def make_profile(
-    traces: list[RankTrace],
-    costs: Costs,
-    strategy: Strategy | None = None,
-    cluster: ClusterSpec | None = None,
-    notes: Sequence[str] = (),
-    *,
-    aligned: bool = True,
+    traces: list[RankTrace], costs: Costs, cluster: ClusterSpec | None = None, notes: Sequence[str] = ()
 ) -> Profile:
-    """What traces tell of a job. `costs` are what was calibrated before; without a strategy DDP's buckets are one."""
+    """The profile of a job. `costs` are the calibrated ones; without a recorded plan the strategy is DDP's buckets."""
     said = list(notes)
-    steady = [replace(trace, steps=_steady(trace)) for trace in traces]
-    if aligned:
-        steady, alignment = align(steady)
-        said += alignment.notes if alignment else ()
-    graph, interference = measured_graph(steady)
-    per_call, per_byte = _update_costs(steady, graph)
+    steady, recorded = _of_one_plan([replace(trace, steps=_steady(trace)) for trace in traces], said)
+    strategy = recorded.strategy if recorded else None
+    steady, alignment = align(steady)
+    said += alignment.notes if alignment else ()
+    # How often most steps issue each collective.
+    turns = [max((row.turn for row in step.communication), default=0) for step in steady[0].steps]
+    synchronisations = usual(turns) + 1
+    graph, interference = measured_graph(steady, 1 if strategy is None else strategy.accumulation, synchronisations)
+    if synchronisations > 1:
+        said.append(
+            f"gradients are synchronised {synchronisations} times a step; with model.no_sync() around all backward "
+            f"passes but the last they would be once, as in the strategies that are predicted"
+        )
+    per_call, per_byte = update_costs(steady, graph)
     costs = replace(
         costs,
         collectives=_fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight),
         interference=interference,
-        gap_seconds=_gap_seconds(steady),
-        compute_scale=_compute_scale(steady),
+        gap_seconds=gap_seconds(steady),
+        compute_scale=compute_scale(steady),
         update_call_seconds=per_call,
         update_seconds_per_byte=per_byte,
     )
@@ -141,198 +141,49 @@ def make_profile(
         timeline=to_timeline(steady, said),
         graph=graph,
         cluster=cluster or _cluster(world, costs),
-        strategy=_bucket_strategy(steady, graph) if strategy is None else strategy.model_copy(update=ANYWHERE),
+        strategy=strategy or _bucket_strategy(steady, graph),
         costs=costs,
         job=traces[0].job,
         notes=tuple(said),
+        synchronisations=synchronisations,
+        recorded=recorded,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
-    return _with_own_servers(profile) if calibrated and _has_servers(steady) else profile
+    served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)
+    return _with_own_servers(profile) if calibrated and served else profile
 
 
 def _steady(trace: RankTrace) -> tuple[Step, ...]:
-    """The steps after the warm-up that made the calls most steps make."""
+    """The steps after the warm-up."""
     steps = trace.steps[WARM_UP_STEPS:] if len(trace.steps) > 2 * WARM_UP_STEPS else trace.steps
     if not steps:
         raise OffbeatError(f"{trace.path}: there is no complete step in this trace")
     return steps
 
 
-def measured_graph(traces: list[RankTrace]) -> tuple[ModelGraph, float]:
-    """One forward operator per call of a module with parameters, one backward operator per gradient, with the seconds
-    each takes while nothing is sent; and by how much sending slows them down."""
-    first = traces[0]
-    calls = _usual([tuple(module for module, _, _ in step.forward) for step in first.steps])
-    grads = _usual([tuple(parameter for parameter, _ in step.backward) for step in first.steps])
-    factor, (forward, backward) = _alone(traces, calls, grads)
-    shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
-    first_call: dict[str, int] = {}
-    for position, module in enumerate(calls):
-        first_call.setdefault(first.modules[module], position)
-    names = [first.gradients[parameter] for parameter in grads]
-    used_at = {name: _first_use(name, first_call) for name in names}
-    operators = [_operator(f"forward.{i}", "forward", first.modules[m], forward[i], ()) for i, m in enumerate(calls)]
-    operators += [
-        _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i], (name,))
-        for i, name in enumerate(names)
-    ]
-    variables = [
-        Variable(
-            name=name,
-            shape=shapes[name][0],
-            dtype=shapes[name][1],
-            first_use=f"forward.{used_at[name]}" if calls else None,
-            gradient_from=f"backward.{position}",
-        )
-        for position, name in enumerate(names)
-    ]
-    variables.sort(key=lambda variable: used_at[variable.name])
-    graph = ModelGraph(
-        name=first.path.parent.name or "job",
-        operators=(*operators, *update_operators(variables, "SGD", 1)),
-        variables=tuple(variables),
-        source="hooks",
-        optimizer_slots=1,
-    )
-    return graph, factor
-
-
-def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
-    """The measured graph with all that another graph of the same model knows of its variables."""
-    seen = {variable.name: variable for variable in measured.variables}
-    known = {variable.name: variable for variable in base.variables}
-    variables = [
-        replace(known.get(name, variable), first_use=variable.first_use, gradient_from=variable.gradient_from)
-        for name, variable in seen.items()
-    ]
-    variables += [replace(v, first_use=None, gradient_from=None) for name, v in known.items() if name not in seen]
-    compute = tuple(operator for operator in measured.operators if operator.phase != "optimizer")
-    updates = update_operators(variables, base.optimizer, base.optimizer_slots)
-    return replace(
-        measured,
-        operators=compute + updates,
-        variables=tuple(variables),
-        constants=base.constants,
-        optimizer=base.optimizer,
-        optimizer_slots=base.optimizer_slots,
-    )
-
-
-def _usual(sequences: list[tuple[int, ...]]) -> tuple[int, ...]:
-    return Counter(sequences).most_common(1)[0][0]
-
-
-def _alone(
-    traces: list[RankTrace], calls: tuple[int, ...], grads: tuple[int, ...]
-) -> tuple[float, tuple[list[float], list[float]]]:
-    """The interference factor, and the median seconds of each forward and backward span without it."""
-    found = [
-        [shares(trace, spans, wanted) for trace in traces] for spans, wanted in ((_forward, calls), (_backward, grads))
-    ]
-    factor = fit_interference([samples for phase in found for samples in phase if len(samples[0])])
-    seconds = []
-    for phase in found:
-        ranks = [np.median(s, axis=0) / (1 + factor * share.mean(axis=0)) for s, share in phase if len(s)]
-        if not ranks:
-            raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
-        seconds.append(list(np.median(np.array(ranks), axis=0)))
-    return factor, (seconds[0], seconds[1])
-
-
-def _forward(step: Step) -> list[tuple[int, float, float]]:
-    return list(forward_spans(step))
-
-
-def _backward(step: Step) -> list[tuple[int, float, float]]:
-    return list(backward_spans(step))
-
-
-def _first_use(variable: str, first_call: dict[str, int]) -> int:
-    """The call that first reads a variable: its owner's, or where that is never called, the nearest one around it."""
-    owner = variable.rpartition(".")[0]
-    while owner not in first_call and owner:
-        owner = owner.rpartition(".")[0]
-    return first_call.get(owner, 0)
-
-
-def _operator(name: str, phase: str, module: str, seconds: float, variables: tuple[str, ...]) -> Operator:
-    return Operator(
-        name=name,
-        kind="other",
-        target="module",
-        phase=phase,  # type: ignore[arg-type]
-        module=module,
-        inputs=(),
-        variables=variables,
-        outputs=(),
-        flops=0,
-        bytes_read=0,
-        bytes_written=0,
-        activation_bytes=0,
-        seconds=float(seconds),
-    )
-
-
-def _compute_seconds(step: Step) -> float:
-    spans = [*forward_spans(step), *backward_spans(step)]
-    return sum(end - start for _, start, end in spans)
-
-
-def _compute_scale(traces: list[RankTrace]) -> dict[int, float]:
-    seconds = {trace.rank: median(map(_compute_seconds, trace.steps)) for trace in traces}
-    usual = median(seconds.values())
-    return {rank: mine / usual for rank, mine in seconds.items() if usual and abs(mine / usual - 1) > STRAGGLER}
-
-
-def _gap_seconds(traces: list[RankTrace]) -> float:
-    """What is left of a step beside computing, waiting and updating."""
-    left = []
-    for trace in traces:
-        for step in trace.steps:
-            busy = _compute_seconds(step) + sum(end - start for _, _, start, end in step.local)
-            waited = _end_of_backward_wait(trace, step)
-            left.append(step.seconds - busy - waited)
-    return max(0.0, median(left))
-
-
-def _end_of_backward_wait(trace: RankTrace, step: Step) -> float:
-    """DDP waits for its buckets inside backward, after the last gradient."""
-    if trace.job == "offbeat" or not step.backward:
-        return 0.0
-    last = step.backward[-1][1]
-    updates = [start for kind, _, start, _ in step.local if kind == "optimizer" and start >= last]
-    return (updates[0] if updates else step.end) - last
-
-
-def _update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, float]:
-    """Seconds per optimizer call and per byte updated."""
-    total = sum(variable.bytes for variable in graph.variables)
-    calls, seconds = [], []
-    for trace in traces:
-        for step in trace.steps:
-            spans = [end - start for kind, _, start, end in step.local if kind in ("optimizer", "update")]
-            calls.append(len(spans))
-            seconds.append(sum(spans))
-    count, spent = median(calls), median(seconds)
-    if not count or not total:
-        return 0.0, 0.0
-    # A call costs tens of microseconds of interpreter whatever it updates; the shortest ones show how much.
-    shortest = [
-        min((end - start for kind, _, start, end in step.local if kind == "update"), default=0.0)
-        for trace in traces
-        for step in trace.steps
-    ]
-    per_call = median(shortest) if count > 1 else 0.0
-    return per_call, max(0.0, spent - per_call * count) / total
+def _of_one_plan(traces: list[RankTrace], notes: list[str]) -> tuple[list[RankTrace], RecordedPlan | None]:
+    """The steps under the plan that most of them followed, the later of equals, and that plan if there is one."""
+    plans = [step.plan for step in traces[0].steps if step.plan is not None]
+    if not plans:
+        return traces, None
+    followed = max(reversed(plans), key=lambda plan: sum(plan is each for each in plans))
+    kept = {step.number for step in traces[0].steps if step.plan is followed}
+    of_plan = [replace(trace, steps=tuple(step for step in trace.steps if step.number in kept)) for trace in traces]
+    if not all(trace.steps for trace in of_plan):
+        raise OffbeatError(f"{traces[0].path.parent}: the ranks have no complete step in common")
+    left_out = len(traces[0].steps) - len(kept)
+    if left_out:
+        notes.append(f"{left_out} of {len(traces[0].steps)} steps followed another plan and are left out")
+    return of_plan, of_all_ranks([trace.steps[0].plan for trace in of_plan if trace.steps[0].plan is not None])
 
 
 def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> dict[tuple[str, int], CollectiveFit]:
-    """The calibrated fits, each corrected so that the job's own collectives take as long in total as they did.
+    """The calibrated fits, each scaled so that the job's own collectives take as long in total as they did.
 
-    Single ones cannot be told apart while several share the link; the time for which the link was busy can.
+    While several share the link, only the time for which it is busy can be measured.
     """
     fits = dict(costs.collectives)
-    for (kind, participants), steps in _services(traces).items():
+    for (kind, participants), steps in _link_seconds(traces).items():
         known = fits.get((kind, participants))
         if costs.straight and kind in SERVED:
             # How they share links depends on their roots: `_with_own_servers`.
@@ -348,24 +199,20 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
             expected += known.latency_seconds * sum(alone for _, _, alone in rows)
             factors.append(sum(spent for _, spent, _ in rows) / expected if expected else 1.0)
         factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
-        fits[kind, participants] = CollectiveFit(
-            known.overhead_seconds * factor, known.latency_seconds * factor, known.seconds_per_byte * factor
-        )
+        fits[kind, participants] = known.scaled(factor, factor)
     return fits
 
 
-def _has_servers(traces: list[RankTrace]) -> bool:
-    return any(row.kind in SERVED for row in traces[0].steps[-1].communication)
-
-
 def _with_own_servers(profile: Profile) -> Profile:
-    """The profile with reduces and broadcasts that, replayed, keep the network busy as long as the job's own did."""
-    plan = lower(profile.graph, profile.cluster, profile.strategy)
-    wanted, factor = _busy_seconds(profile.timeline, max), 1.0
+    """The profile with reduces and broadcasts scaled so that replay keeps the network busy as long as the job did."""
+    plan = profile.plan
+    wanted, factor = _busy_seconds(profile.timeline, max) / profile.synchronisations, 1.0
     tried: list[tuple[float, Costs]] = []
-    # How long it is busy is not in proportion to what messages take, which also hold each other up.
+    # Messages also delay each other, so that the busy time is not proportional to what each one takes.
     for _ in range(SERVER_CORRECTIONS):
-        costs = _with_served(profile.costs, factor)
+        known = profile.costs.collectives
+        fits = {key: fit.scaled(1.0, factor) if key[0] in SERVED else fit for key, fit in known.items()}
+        costs = replace(profile.costs, collectives=fits)
         busy = _busy_seconds(simulate(plan, costs, memory=False), min)
         if not (busy and wanted):
             return profile
@@ -374,18 +221,9 @@ def _with_own_servers(profile: Profile) -> Profile:
     return replace(profile, costs=min(tried, key=lambda found: found[0])[1])
 
 
-def _with_served(costs: Costs, factor: float) -> Costs:
-    """The costs with servers' messages that take so many times as long for each byte."""
-    fits = {
-        key: replace(fit, seconds_per_byte=fit.seconds_per_byte * factor) if key[0] in SERVED else fit
-        for key, fit in costs.collectives.items()
-    }
-    return replace(costs, collectives=fits)
-
-
 def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
-    """Seconds of a step in which collectives were under way: from when `begins` chooses among the ranks' starts, until
-    the last rank was done."""
+    """Seconds of a step in which collectives were under way, until the last rank was done; `begins` is min or max over
+    the starts of the ranks."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for number in np.flatnonzero(timeline.kind == KINDS.index("communication")):
         key = int(timeline.step[number]), int(timeline.task[number])
@@ -395,41 +233,32 @@ def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -
     return covered((start, max(start, end)) for start, end in spans.values()) / (timeline.marks.shape[1] - 1)
 
 
-def _services(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[int, float, bool]]]]:
-    """Per step, (bytes, seconds, alone) of each collective: the seconds by which it kept the link busy for longer."""
-    services: dict[tuple[str, int], list[list[tuple[int, float, bool]]]] = {}
+def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tuple[int, float, bool]]]]:
+    """By kind and participants, for each step: (bytes, seconds for which it alone kept the link busy, alone or not)."""
+    found: dict[tuple[str, int], list[list[tuple[int, float, bool]]]] = {}
     by_step = [{step.number: step for step in trace.steps} for trace in traces]
-    for number in sorted(set.intersection(*(set(steps) for steps in by_step))):
-        rows = [{row.task: row for row in steps[number].communication} for steps in by_step]
-        found: dict[tuple[str, int], list[tuple[int, float, bool]]] = {}
+    for number in sorted(set.intersection(*map(set, by_step))):
+        rows = [{(row.turn, row.task): row for row in steps[number].communication} for steps in by_step]
         spans = []
-        for task in set.intersection(*(set(row) for row in rows)):
+        for task in set.intersection(*map(set, rows)):
             issued = max(row[task].issued for row in rows)
             spans.append((issued, max(issued, median(row[task].finished for row in rows)), rows[0][task]))
-        covered: list[tuple[float, float]] = []
+        of_step: dict[tuple[str, int], list[tuple[int, float, bool]]] = {}
+        before: list[tuple[float, float]] = []
         for issued, finished, row in sorted(spans, key=lambda span: span[1]):
-            alone = not covered or issued >= covered[-1][1]
-            found.setdefault((row.kind, row.ranks), []).append((row.bytes, _cover(covered, issued, finished), alone))
-        for key, samples in found.items():
+            others = before[bisect_right(before, issued, key=itemgetter(1)) :]
+            seconds = finished - issued - covered((max(start, issued), end) for start, end in others)
+            alone = not before or issued >= before[-1][1]
+            of_step.setdefault((row.kind, row.ranks), []).append((row.bytes, seconds, alone))
+            before.append((issued, finished))
+        for key, samples in of_step.items():
             if key[1] == len(traces):
-                services.setdefault(key, []).append(samples)
-    return services
-
-
-def _cover(covered: list[tuple[float, float]], start: float, end: float) -> float:
-    """Adds an interval that ends after all others to disjoint ones; returns by how much they cover more."""
-    gained, edge = 0.0, end
-    while covered and covered[-1][1] > start:
-        low, high = covered.pop()
-        gained += edge - high
-        edge = low
-    gained += max(0.0, edge - start)
-    covered.append((min(start, edge), end))
-    return gained
+                found.setdefault(key, []).append(samples)
+    return found
 
 
 def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
-    """DDP's buckets as they were seen."""
+    """The recorded DDP buckets as a strategy."""
     groups: dict[str, int] = {}
     for row in traces[0].steps[-1].communication:
         for name in row.name.split(","):
@@ -443,11 +272,11 @@ def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
 
 
 def _cluster(world: int, costs: Costs) -> ClusterSpec:
-    """Equal nodes behind links as fast as the job's all-reduces found them."""
+    """Equal nodes with the bandwidth that the job's all-reduces reached."""
     fit = costs.collectives.get(("all_reduce", world))
-    if fit is None or not fit.seconds_per_byte:
+    if world == 1 or fit is None or not fit.seconds_per_byte:
         return ClusterSpec.homogeneous(nodes=world, devices_per_node=1)
-    bandwidth = 2 * (world - 1) / world / fit.seconds_per_byte
+    bandwidth = sent_per_byte("all_reduce", world) / fit.seconds_per_byte
     return ClusterSpec.homogeneous(
         nodes=world, devices_per_node=1, bandwidth=bandwidth, latency=fit.overhead_seconds + fit.latency_seconds
     )

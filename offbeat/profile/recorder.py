@@ -6,6 +6,8 @@
 
 The recorder finds the model by itself: it looks at the first forward. From then on hooks note when each module with
 parameters of its own begins, when each gradient is complete, and when each collective could go, went and had ended.
+A loop that accumulates gradients has several forward and backward passes in a step; calls of `step()` between two steps
+of the optimizer belong to one step.
 Every step is written as one line of JSON, so that a crash loses at most the last one.
 """
 
@@ -16,23 +18,29 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import orjson
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
-from offbeat.plan import Task
+from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
-from offbeat.profile.listen import CollectiveListener, listen_to_buckets
+from offbeat.profile.lines import FORMAT
+from offbeat.profile.listen import CollectiveListener, Patch, listen_to_buckets
+from offbeat.profile.plans import PlanWriter
+from offbeat.runtime.comm import CommunicationFailed
+from offbeat.runtime.distribute import Runtime
+from offbeat.runtime.faults import explain
+from offbeat.runtime.memory import MicroBatches
 from offbeat.timeline import Kind
 
-FORMAT = 1
 TICKS = 32
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
@@ -41,6 +49,7 @@ SWITCH_SECONDS = 5e-4
 class Recorder:
     """Records every step of a job between `with` and the end of the block, on every rank."""
 
+    @checked
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
         self.folder = Path(folder)
         self.calibrate = calibrate
@@ -50,14 +59,16 @@ class Recorder:
         self.handles: list[Any] = []
         self.steps = 0
         self.kind = ""
-        self.spent_seconds = 0.0
-        """Time this recorder itself has taken on this rank since it was attached."""
         self.listener: CollectiveListener | None = None
+        self.runtime: Runtime | None = None
+        """None unless this is an Offbeat job."""
+        self.plans = PlanWriter()
+        self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.communications: list[tuple[Any, ...]] = []
-        self.begin, self.complete, self.optimizer_began = 0.0, True, 0.0
-        self._clear()
-
-    # The job's side
+        self.optimizer_began = 0.0
+        self.optimizer_stepped: Callable[[torch.optim.Optimizer], None] | None = None
+        """Called after each step of a torch optimizer."""
+        self._begin_step()
 
     def __enter__(self) -> "Recorder":
         self._open()
@@ -68,85 +79,103 @@ class Recorder:
         return self
 
     def step(self) -> None:
-        """Ends a step: what was noted since the last call is written."""
+        """Ends a step and writes what was noted since the last call."""
         now = time.perf_counter()
         if not self.recording:
             raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
         if not self.kind:
             return
+        if self.followed is not None and (changed := self.plans.changes(*self.followed)):
+            self._write({"plan": changed})
         line = {
             "step": self.steps,
             "begin": self.begin,
             "end": now,
+            "calls": self.calls,
             "forward": self.forward,
-            "forward_end": self.forward_end,
             "backward": self.backward,
             "local": self.local_spans,
             # Collectives that end during a later step are written with it; each says which step it belongs to.
             "communication": self._take_communication(),
             "complete": self.complete,
+            "updated": self.updated,
         }
         self._write(line)
         self.steps += 1
-        self._clear()
-        if self.listener is not None:
-            self.listener.count = 0
-        self.complete = True
-        self.begin = time.perf_counter()
-        self.spent_seconds += self.begin - now
+        self._begin_step()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         sys.setswitchinterval(self.switch)
         for handle in self.handles:
             handle.remove()
-        if self.kind == "offbeat":
-            self.root._offbeat.engine.observer = None
+        if self.runtime is not None and self.kind:
+            self.runtime.engine.reports.observer = None
+            self.runtime.step_hooks.remove(self._engine_stepped)
         try:
             if self.kind and self.recording:
                 self._write({"late": self._take_communication()})
                 if error is None:
                     self._write({"clock": self._tick()})
         except OffbeatError:
-            # The file may be what failed before, and that error is the one to be told.
+            # The file itself may have failed before; that first error is the one to report.
             if error is None:
                 raise
         finally:
             self.recording = False
-            self._close()
+            if self.file is not None:
+                # Lines are flushed as they are written; only one that a full disk refused can be left.
+                with contextlib.suppress(OSError):
+                    self.file.close()
         if error is None and not self.kind:
             raise OffbeatError(f"{self.folder}: nothing was recorded, because no model was trained inside the block")
-
-    # Attaching
 
     def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
         if not is_trained(module):
             return
         self.handles.pop().remove()
         self.root = module
-        sharded = isinstance(module, _sharded_modules())
+        sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []
-        self.parameters: list[str] = []
         self.numbers: dict[str, int] = {}
+        """Of the parameters with a gradient."""
         for name, part in inner.named_modules():
             if any(True for _ in part.parameters(recurse=False)):
                 self._listen_to_module(name, part, sharded)
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad:
-                self._listen_to_parameter(name, parameter, sharded)
-        self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
-        self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+                self.numbers[name] = len(self.numbers)
+                if not sharded:
+                    self._listen_to_gradient(name, parameter)
+        self._listen_to_calls(module)
+        self.runtime = runtime_of(module)
         ticks = self._tick()
         self._listen_to_communication(module)
         if self.calibrate and dist.is_initialized() and dist.get_world_size() > 1:
             calibrate_job(self.folder)
         self._write(self._header(inner))
         self._write({"clock": ticks})
-        # The step under way began before anybody listened.
-        self.complete = False
+        # The present step began before the recorder was attached.
+        self.complete = self.updated = False
         self.begin = time.perf_counter()
+
+    def _listen_to_calls(self, module: torch.nn.Module) -> None:
+        split = vars(module).get("forward")
+        if not isinstance(split, MicroBatches):
+            self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
+            self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+            return
+        forward = split.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
+            self._forward_begins()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._forward_ends()
+
+        self.handles.append(Patch(split, "forward", noted))
 
     def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
@@ -164,40 +193,33 @@ class Recorder:
                 for part, parameter in module.named_parameters(recurse=False):
                     full = f"{name}.{part}" if name else part
                     if full in self.numbers and parameter.is_leaf:
-                        self.handles.append(parameter.register_post_accumulate_grad_hook(self._ready(full)))
+                        self._listen_to_gradient(full, parameter)
             self.forward[-1][2] = time.perf_counter()
 
         # Offbeat's runtime waits for a module's variables between the two.
         self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
         self.handles.append(module.register_forward_pre_hook(begins))
 
-    def _listen_to_parameter(self, name: str, parameter: torch.nn.Parameter, sharded: bool) -> None:
-        self.numbers[name] = len(self.parameters)
-        self.parameters.append(name)
-        if not sharded:
-            self.handles.append(parameter.register_post_accumulate_grad_hook(self._ready(name)))
-
-    def _ready(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _listen_to_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
             self.backward.append((number, time.perf_counter()))
 
-        return ready
+        self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
     def _listen_to_communication(self, module: torch.nn.Module) -> None:
-        if hasattr(module, "_offbeat"):
+        if self.runtime is not None:
             self.kind = "offbeat"
-            runtime = module._offbeat
-            runtime.engine.observer = self
-            if self.rank == 0 and self.file is not None:
-                runtime.plan.strategy.save(self.folder / "strategy.json")
+            self.runtime.engine.reports.observer = self
+            # Before any hook that may end the recorder's step.
+            self.runtime.step_hooks.insert(0, self._engine_stepped)
             return
         self.handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
         self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
-        plain = "fsdp2" if isinstance(module, _sharded_modules()) else "other"
-        self.kind = "ddp" if isinstance(module, DistributedDataParallel) else plain
+        self.kind = "fsdp2" if isinstance(module, FSDPModule) else "other"
         if isinstance(module, DistributedDataParallel):
+            self.kind = "ddp"
             buckets = listen_to_buckets(module, self)
             if buckets is not None:
                 self.handles.append(buckets)
@@ -217,16 +239,24 @@ class Recorder:
             "clock_seconds": time.perf_counter(),
             "modules": self.modules,
             "parameters": [
-                [n, list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()
+                (n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()
             ],
-            "gradients": self.parameters,
+            "gradients": list(self.numbers),
         }
 
     def _tick(self) -> list[tuple[int, float, float]]:
-        """Tiny messages to and fro between rank 0 and each other rank, by which their clocks can be compared: the other
-        rank, when one left and when its answer came; on the other rank twice the time between."""
+        """Exchanges small messages between rank 0 and each other rank, to compare their clocks: `lines.Tick`s."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return []
+        if self.runtime is None:
+            return self._exchange_ticks()
+        with explain(self.runtime.plan, what="the comparison of clocks"):
+            try:
+                return self._exchange_ticks()
+            except RuntimeError as error:
+                raise CommunicationFailed(str(error), self.runtime.world.lost_ranks) from error
+
+    def _exchange_ticks(self) -> list[tuple[int, float, float]]:
         tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         times = []
         for peer in range(1, dist.get_world_size()) if self.rank == 0 else (self.rank,):
@@ -245,29 +275,45 @@ class Recorder:
                     dist.send(tensor, 0)
         return times
 
-    # What the hooks note
-
-    def _clear(self) -> None:
+    def _begin_step(self) -> None:
+        self.complete = True
+        self.updated = False
+        """The optimizer has made a step."""
+        self.calls: list[list[float]] = []
+        """When each forward of the whole model began and ended."""
         self.forward: list[list[float]] = []
-        self.forward_end = 0.0
         self.backward: list[tuple[int, float]] = []
         self.local_spans: list[tuple[str, list[int], float, float]] = []
+        if self.listener is not None:
+            self.listener.count = 0
+        self.begin = time.perf_counter()
 
     def _take_communication(self) -> list[tuple[Any, ...]]:
         taken, self.communications = self.communications, []
         return taken
 
     def _forward_begins(self, *_: Any) -> None:
-        self.local_spans.append(("forward", [], time.perf_counter(), 0.0))
+        self.calls.append([time.perf_counter(), 0.0])
 
     def _forward_ends(self, *_: Any) -> None:
-        self.forward_end = time.perf_counter()
+        # The forward in which the recorder found the model has no beginning.
+        if self.calls:
+            self.calls[-1][1] = time.perf_counter()
+        if self.runtime is not None:
+            # Not when the step ends: by then the engine may follow another plan.
+            self.followed = self.runtime.plan, self.runtime.engine.mode
 
     def _optimizer_begins(self, *_: Any) -> None:
         self.optimizer_began = time.perf_counter()
 
-    def _optimizer_ends(self, *_: Any) -> None:
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.updated = True
         self.local_spans.append(("optimizer", [], self.optimizer_began, time.perf_counter()))
+        if self.optimizer_stepped is not None:
+            self.optimizer_stepped(optimizer)
+
+    def _engine_stepped(self) -> None:
+        self.updated = True
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
@@ -283,21 +329,12 @@ class Recorder:
         """Any collective of the job."""
         self.communications.append((task, kind, name, size, ranks, queued, issued, finished))
 
-    # The file
-
     def _open(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
         except OSError as error:
             raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
-
-    def _close(self) -> None:
-        if self.file is not None:
-            # Every line was flushed when it was written; only what a full disk had refused can be left.
-            with contextlib.suppress(OSError):
-                self.file.close()
-            self.file = None
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self.file is not None
@@ -308,22 +345,19 @@ class Recorder:
             raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
 
 
+def runtime_of(module: torch.nn.Module) -> Runtime | None:
+    """The runtime that distribute() attached to a model, if an engine trains it."""
+    attached = getattr(module, "_offbeat", None)
+    return attached if isinstance(attached, Runtime) else None
+
+
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether a forward of this module is part of a training step."""
     return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _sharded_modules() -> type | tuple[type, ...]:
-    """FSDP2's mark on a module; it exists only where torch has distributed support."""
-    if not dist.is_available():
-        return ()
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
-
-
 class MemoryRecorder(Recorder):
-    """Keeps what it records of an Offbeat job instead of writing it; made for looking at a job from within."""
+    """Keeps the lines in memory, for a job that looks at itself while it runs."""
 
     def __init__(self) -> None:
         super().__init__("", calibrate=False)

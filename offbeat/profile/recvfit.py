@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, Bound, Ends, Floats, Ints, Pair, Window, changes
+from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, Floats, Ints, Pair, Window, changes
 
 _FASTEST_SHARE = 0.8
 
@@ -23,23 +23,6 @@ class Transfers:
     start: Floats
     end: Floats
     family: Ints
-
-    def on(self, clock: Ints) -> "Transfers":
-        sender, receiver = clock[self.sender], clock[self.receiver]
-        apart = sender != receiver
-        chosen = (column[apart] for column in (self.send_start, self.start, self.end, self.family))
-        return Transfers(sender[apart], receiver[apart], *chosen)
-
-    def shifted(self, coarse: Floats) -> "Transfers":
-        times = (self.send_start - coarse[self.sender], self.start - coarse[self.receiver])
-        return Transfers(self.sender, self.receiver, *times, self.end - coarse[self.receiver], self.family)
-
-    def as_ends(self) -> Ends:
-        """A RECV ends, within what the transfer takes, when its SEND begins or later."""
-        pair = np.repeat(np.arange(len(self.sender)), 2)
-        clock = np.stack([self.sender, self.receiver], axis=1).reshape(-1)
-        time = np.stack([self.send_start, self.end], axis=1).reshape(-1)
-        return Ends(pair, clock, time, time)
 
 
 def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference: Floats) -> Floats:
@@ -62,7 +45,7 @@ def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference:
     return np.where(inside, spans - mean[:, None], 0).__pow__(2).sum(axis=(0, 1))
 
 
-def fit_pairs(transfers: Transfers, window: Window) -> list[Pair]:
+def compare_transfers(transfers: Transfers, window: Window) -> list[Pair]:
     low = np.minimum(transfers.sender, transfers.receiver)
     high = np.maximum(transfers.sender, transfers.receiver)
     order = np.lexsort((high, low))
@@ -70,19 +53,17 @@ def fit_pairs(transfers: Transfers, window: Window) -> list[Pair]:
     result = []
     for rows in np.split(order, begins[1:]) if len(order) else []:
         rows = rows[:: max(1, len(rows) // 2000)]  # noqa: PLW2901 - enough for one pair, and keeps 64 x 64 pairs quick
-        sign = np.where(transfers.sender[rows] == low[rows], 1.0, -1.0)
-        span = transfers.end[rows] - transfers.start[rows]
-        since = transfers.end[rows] - transfers.send_start[rows]
-        when = window.scaled(transfers.send_start[rows])
-        family = np.unique(transfers.family[rows], return_inverse=True)[1].reshape(-1)
-        result.append(_fit_pair(int(low[rows[0]]), int(high[rows[0]]), sign, span, since, when, family, window))
+        result.append(_fit_pair(transfers, rows, int(low[rows[0]]), int(high[rows[0]]), window))
     return result
 
 
-def _fit_pair(
-    low: int, high: int, sign: Floats, span: Floats, since: Floats, when: Floats, family: Ints, window: Window
-) -> Pair:
+def _fit_pair(transfers: Transfers, rows: Ints, low: int, high: int, window: Window) -> Pair:
     """The offset at which the families vary least, then the drift from the transfers that waited for their SEND."""
+    sign = np.where(transfers.sender[rows] == low, 1.0, -1.0)
+    span = transfers.end[rows] - transfers.start[rows]
+    since = transfers.end[rows] - transfers.send_start[rows]
+    when = window.scaled(transfers.send_start[rows])
+    family = np.unique(transfers.family[rows], return_inverse=True)[1].reshape(-1)
     drift, drift_deviation = 0.0, np.inf
     offset, doubt = 0.0, np.inf
     for _ in range(4):
@@ -103,12 +84,9 @@ def _fit_pair(
         if abs(drift - before) < 0.1 * drift_deviation:
             break
     level = since - sign * drift * when
-    bounds = tuple(
-        Bound(a, b, float(level[sign == side].min()))
-        for side, a, b in ((1.0, low, high), (-1.0, high, low))
-        if (sign == side).any()
-    )
-    return Pair(low, high, offset, max(doubt, 2e-5), drift, drift_deviation, bounds)
+    most = float(level[sign > 0].min(initial=np.inf)), float(level[sign < 0].min(initial=np.inf))
+    information = np.diag([max(doubt, 2e-5) ** -2, drift_deviation**-2])
+    return Pair(low, high, np.array([offset, drift]), information, most)
 
 
 def _least_variance(sign: Floats, span: Floats, level: Floats, family: Ints) -> tuple[float, float]:

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.profile.stream import EventStream
-from offbeat.timeline import KINDS, Kind
+from offbeat.timeline import KINDS, Kind, Timeline
+from offbeat.timeline.model import COLUMNS, collective_kind
+from offbeat.timeline.stream import EventStream
 
 _HEADER = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 _STEP = re.compile(r"ProfilerStep#(\d{1,9})")
@@ -26,25 +27,10 @@ _RANK_TEXT = re.compile(r"[0-9]{1,9}")
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 MOST_ELEMENTS = 2**56
-"""Their bytes, summed over a trace, still fit 64 bits."""
+"""Limit on a tensor's elements: their bytes, summed over a trace, still fit 64 bits."""
 _ITEM_BYTES = {"double": 8, "long": 8, "long int": 8, "int64": 8, "float": 4, "int": 4, "int32": 4, "half": 2}
 _ITEM_BYTES |= {"bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsigned char": 1, "signed char": 1}
 _ITEM_BYTES |= {"complexfloat": 8, "complexdouble": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_ISSUED = {"allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "all_gather"}
-_ISSUED |= {"broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter"}
-_ISSUED |= {"reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter", "barrier": "barrier"}
-_ISSUED |= {"alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "send": "send", "recv_": "recv"}
-_ISSUED |= {"allreduce_coalesced_": "all_reduce", "recv_any_source_": "recv"}
-_NCCL = {"allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather"}
-_NCCL |= {"reducescatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all"}
-_NCCL |= {"all_gather_into_tensor_coalesced": "all_gather", "allreduce_coalesced": "all_reduce"}
-_NCCL |= {"_reduce_oop": "reduce", "_broadcast_oop": "broadcast", "all_reduce_barrier": "barrier"}
-_NCCL |= {
-    "_all_gather_base": "all_gather",
-    "all_to_allv": "all_to_all",
-    "all_to_all": "all_to_all",
-    "sendrecv": "send_recv",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +71,10 @@ class Trace:
     """Of the rank's own clock."""
     steps: dict[int, tuple[float, float]]
     """Start and end of each ProfilerStep."""
-    work: "Work"
+    work: Timeline
+    """Computation; a track is a stream or a thread."""
     collectives: list[Collective]
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Work:
-    """Computation as columns of equal length."""
-
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
-    lane: NDArray[np.int64]
-    """0 is the busiest stream or thread."""
-    kind: NDArray[np.int8]
-    name: NDArray[np.int32]
-    names: tuple[str, ...]
 
 
 def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
@@ -113,13 +87,11 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         raise OffbeatError(f"{path}: cannot read the trace: it holds no event with a start and a duration")
     info = stream.header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
-    rank = next(
-        (number for number in (info.get("rank"), rank_in_name(Path(path).name), rank) if _is_rank(number)), None
-    )
+    told = (info.get("rank"), rank_in_name(Path(path).name), rank)
+    rank = next((number for number in told if _is_rank(number)), None)
     if rank is None:
         raise OffbeatError(f"{path}: cannot tell the trace's rank: neither its distributedInfo nor its name says it")
-    base = stream.header.get("baseTimeNanoseconds", 0)
-    base = _number(base, 0)
+    base = _number(stream.header.get("baseTimeNanoseconds"), 0)
     world = info.get("world_size")
     first = collector.first
     notes = []
@@ -132,37 +104,22 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         host=str(stream.header.get("host_name", "")),
         origin_ns=base + round(first * 1000),
         steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
-        work=_kernels(collector) if len(collector.kernels.start) else _outermost_operators(collector),
+        work=(_kernels if collector.kernels else _outermost_operators)(collector, int(rank)),
         collectives=_gloo(collector) + _nccl(collector),
         notes=notes,
     )
 
 
-class _Columns:
-    """Events of one sort, 36 bytes each."""
-
-    def __init__(self) -> None:
-        self.start, self.duration = array("d"), array("d")
-        self.lane, self.outer = array("q"), array("q")
-        self.name = array("i")
-
-    def add(self, start: float, duration: float, lane: int, outer: int, name: int) -> None:
-        self.start.append(start)
-        self.duration.append(duration)
-        self.lane.append(lane)
-        self.outer.append(outer)
-        self.name.append(name)
-
-
 class _Collector:
-    """Keeps of each event what the timeline needs; times in microseconds as in the file."""
+    """Collects what the timeline needs of each event; times in microseconds as in the file."""
 
     def __init__(self) -> None:
         self.first, self.timed, self.faulty = np.inf, 0, 0
         self.names: dict[str, int] = {}
         self.lanes: dict[object, int] = {}
         self.steps: dict[int, tuple[float, float]] = {}
-        self.operators, self.kernels = _Columns(), _Columns()
+        self.operators, self.kernels = array("d"), array("d")
+        """Flat: start, duration, lane, External id and name of each."""
         self.optimizer: list[tuple[float, float]] = []
         self.ranges: list[tuple[float, float, int, str, dict[str, Any]]] = []
         self.issued: list[tuple[float, str, dict[str, Any]]] = []
@@ -181,32 +138,28 @@ class _Collector:
                 continue
             self.timed += 1
             self.first = min(self.first, start)
-            args = event.get("args")
-            lane = (event.get("pid"), event.get("tid"))
-            self._sort(
-                event.get("cat"), name, float(start), float(duration), lane, args if isinstance(args, dict) else {}
-            )
+            self._sort(event, name, float(start), float(duration))
 
-    def _sort(
-        self, category: object, name: str, start: float, duration: float, where: object, args: dict[str, Any]
-    ) -> None:
+    def _sort(self, event: dict[str, Any], name: str, start: float, duration: float) -> None:
+        category, where, args = event.get("cat"), (event.get("pid"), event.get("tid")), event.get("args")
+        args = args if isinstance(args, dict) else {}
         if category == "kernel" and "nccl" in name.lower():
             self.nccl.append((start, duration, self._lane(args.get("stream", where)), name, args))
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            stream = self._lane(args.get("stream", where))
-            self.kernels.add(start, duration, stream, _number(args.get("External id")), self._name(name))
+            lane = self._lane(args.get("stream", where))
+            self.kernels.extend((start, duration, lane, _number(args.get("External id")), self._name(name)))
         elif category in ("cpu_op", "user_annotation") and (match := _RANGE.fullmatch(name)):
             self.ranges.append((start, duration, self._lane(where), match[1], args))
             if match[1] not in ("send", "recv"):
-                # What runs inside, in gloo's own thread, is communication; a transfer's range is in the user's thread.
-                self.operators.add(start, duration, self._lane(where), -1, self._name(name))
+                # Operators inside this range, in gloo's own thread, are communication; transfers run in the user's.
+                self.operators.extend((start, duration, self._lane(where), -1, self._name(name)))
         elif category == "cpu_op":
             if name == "record_param_comms":
                 self.described[_number(args.get("External id"))] = (start, args)
-            elif name.startswith("c10d::") and name[6:] in _ISSUED:
-                self.issued.append((start, _ISSUED[name[6:]], args))
-            outer = _number(args.get("External id"))
-            self.operators.add(start, duration, self._lane(where), outer, self._name(name))
+            elif name.startswith("c10d::") and (kind := collective_kind(name)) != "collective":
+                self.issued.append((start, kind, args))
+            number = _number(args.get("External id"))
+            self.operators.extend((start, duration, self._lane(where), number, self._name(name)))
         elif category == "user_annotation" and (step := _STEP.fullmatch(name)):
             self.steps[int(step[1])] = (start, start + duration)
         elif category == "user_annotation" and name.startswith("Optimizer."):
@@ -219,52 +172,56 @@ class _Collector:
         return self.lanes.setdefault(str(lane), len(self.lanes))
 
 
-def _outermost_operators(collector: _Collector) -> Work:
-    start, end, lane, name, outermost, _ = _nesting(collector)
-    kind = _operator_kinds(collector, start, name)
+def _columns(flat: "array[float]", first: float) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Start and end in seconds since `first`, and (lane, External id, name) of each event."""
+    rows = np.array(flat).reshape(-1, 5)
+    start = (rows[:, 0] - first) * 1e-6
+    return start, start + rows[:, 1] * 1e-6, rows[:, 2:].T.astype(np.int64)
+
+
+def _timeline(collector: _Collector, rank: int, **columns: Any) -> Timeline:
+    """Spans of computation."""
+    others = {"rank": rank, "step": -1, "queued": np.nan, "bytes": 0, "task": -1}
+    columns |= {name: np.full(len(columns["start"]), value, COLUMNS[name]) for name, value in others.items()}
+    return Timeline(tuple(collector.names), **columns)
+
+
+def _outermost_operators(collector: _Collector, rank: int) -> Timeline:
+    start, end, (lane, _, name) = _columns(collector.operators, collector.first)
     ranges = np.array([_RANGE.fullmatch(text) is not None for text in collector.names], bool)
-    rows = outermost & ~ranges[name] if len(name) else outermost
-    return _work(start[rows], end[rows], lane[rows], kind[rows], name[rows], collector)
+    rows = _outermost(start, end, lane) == np.arange(len(start))
+    rows &= ~ranges[name] if len(name) else True
+    kind = _operator_kinds(collector, start, name)
+    every = _timeline(collector, rank, start=start, end=end, track=lane, kind=kind, name=name)
+    return every.select(rows)
 
 
-def _kernels(collector: _Collector) -> Work:
-    """Kernels, each of the kind of the outermost operator that launched it."""
-    columns = collector.kernels
-    start = (np.array(columns.start) - collector.first) * 1e-6
-    end = start + np.array(columns.duration) * 1e-6
-    launcher = np.array(columns.outer, np.int64)
+def _kernels(collector: _Collector, rank: int) -> Timeline:
+    """Kernels; the kind of each is that of the outermost operator that launched it."""
+    start, end, (lane, launcher, name) = _columns(collector.kernels, collector.first)
     kind = np.full(len(start), KINDS.index("other"), np.int8)
-    if len(collector.operators.start):
-        begin, _, _, name, _, parent = _nesting(collector)
-        kinds = _operator_kinds(collector, begin, name)[parent]
-        known = np.array(collector.operators.outer, np.int64)
+    if collector.operators:
+        begin, finish, (thread, known, operator) = _columns(collector.operators, collector.first)
+        kinds = _operator_kinds(collector, begin, operator)[_outermost(begin, finish, thread)]
         order = np.argsort(known, kind="stable")
-        place = np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)
-        found = (known[order[place]] == launcher) & (launcher >= 0)
-        # `kinds` are in the order of `_nesting`, which is that of the columns.
-        kind[found] = kinds[order[place[found]]]
-    return _work(start, end, np.array(columns.lane, np.int64), kind, np.array(columns.name, np.int32), collector)
+        place = order[np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)]
+        found = (known[place] == launcher) & (launcher >= 0)
+        kind[found] = kinds[place[found]]
+    return _timeline(collector, rank, start=start, end=end, track=lane, kind=kind, name=name)
 
 
-def _nesting(collector: _Collector) -> tuple[NDArray[Any], ...]:
-    """Start, end, lane and name of each operator, whether it is an outermost one, and its outermost operator."""
-    columns = collector.operators
-    start = (np.array(columns.start) - collector.first) * 1e-6
-    end = start + np.array(columns.duration) * 1e-6
-    lane, name = np.array(columns.lane, np.int64), np.array(columns.name, np.int32)
+def _outermost(start: NDArray[np.float64], end: NDArray[np.float64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each operator the outermost one that encloses it, or itself."""
     order = np.lexsort((-end, start, lane))
-    outermost = np.ones(len(start), bool)
-    parent = np.arange(len(start))
+    result = np.arange(len(start))
     for rows in np.split(order, np.flatnonzero(np.diff(lane[order])) + 1) if len(order) else []:
         latest = np.maximum.accumulate(end[rows])
-        inside = np.zeros(len(rows), bool)
-        inside[1:] = start[rows[1:]] < latest[:-1]
-        outermost[rows] = ~inside
-        parent[rows] = rows[np.maximum.accumulate(np.where(inside, 0, np.arange(len(rows))))]
-    return start, end, lane, name, outermost, parent
+        inside = np.append(False, start[rows[1:]] < latest[:-1])
+        result[rows] = rows[np.maximum.accumulate(np.where(inside, 0, np.arange(len(rows))))]
+    return result
 
 
-def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDArray[np.int32]) -> NDArray[np.int8]:
+def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDArray[np.int64]) -> NDArray[np.int8]:
     """'backward' for what the autograd engine runs, 'optimizer' inside Optimizer ranges, else 'forward'."""
     kind_of_name: list[Kind] = [
         "backward" if name.startswith("autograd::") else "other" if name.startswith("c10d::") else "forward"
@@ -278,27 +235,11 @@ def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDA
     return kind
 
 
-def _work(
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
-    lane: NDArray[np.int64],
-    kind: NDArray[np.int8],
-    name: NDArray[np.int32],
-    collector: _Collector,
-) -> Work:
-    busiest = np.argsort(-np.bincount(lane, end - start), kind="stable") if len(lane) else np.empty(0, np.int64)
-    place = np.empty(len(busiest), np.int64)
-    place[busiest] = np.arange(len(busiest))
-    used, index = np.unique(name, return_inverse=True)
-    names = tuple(collector.names)
-    return Work(start, end, place[lane], kind, index.reshape(-1).astype(np.int32), tuple(names[i] for i in used))
-
-
 def _gloo(collector: _Collector) -> list[Collective]:
     """gloo's ranges joined with the operators that issued them.
 
-    gloo serves its queue in order, so among collectives of one kind and size the n-th range belongs to the n-th
-    operator, as soon as that one was issued before.
+    gloo serves its queue in order, so the n-th range of a kind and size belongs to the n-th such operator, if that one
+    was issued before it.
     """
     issued: dict[tuple[str, int], list[tuple[float, dict[str, Any]]]] = {}
     for start, kind, args in sorted(collector.issued, key=lambda item: item[0]):
@@ -321,12 +262,12 @@ def _gloo(collector: _Collector) -> list[Collective]:
 
 
 def _nccl(collector: _Collector) -> list[Collective]:
-    """nccl's kernels; what older versions wrote only on the launching side is taken from there."""
+    """nccl's kernels; older versions describe them only on the launching side."""
     result = []
     for start, duration, lane, name, args in sorted(collector.nccl, key=lambda item: item[0]):
         asked, described = collector.described.get(_number(args.get("External id")), (np.nan, {}))
         about = described | args
-        kind = collective_kind(str(about.get("Collective name") or _kernel_verb(name)))
+        kind = collective_kind(str(about.get("Collective name") or name))
         elements = min(max(0, _number(about.get("In msg nelems"), 0)), MOST_ELEMENTS)
         begin = (start - collector.first) * 1e-6
         group = f"{about.get('Process Group Name', '')} {about.get('Process Group Ranks', '')}".strip()
@@ -345,11 +286,6 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def collective_kind(name: str) -> str:
-    """'all_reduce' for 'allreduce', '_reduce_scatter_base' and the like; other names in lower case."""
-    return _NCCL.get(name.lower(), name.lower())
-
-
 def rank_in_name(name: str) -> int | None:
     """The rank that a file's name gives, as in 'rank3.json' or 'host_12.pt.trace.json'."""
     match = _RANK.search(name) or _LAST_NUMBER.search(name)
@@ -362,7 +298,7 @@ def _number(value: object, otherwise: int = -1) -> int:
 
 def _elements(kind: str, args: dict[str, Any]) -> int:
     """Elements of the first input that has a shape; a list of tensors counts as one."""
-    # A barrier's operator is given a tensor that nobody sends.
+    # A barrier's operator has a tensor argument that is not sent.
     dims = args.get("Input Dims") if kind != "barrier" else None
     for shape in dims if isinstance(dims, list) else []:
         if isinstance(shape, list) and shape:
@@ -393,8 +329,3 @@ def _first_text(values: object) -> object:
 
 def _item_bytes(dtype: object) -> int:
     return _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::"), 4)
-
-
-def _kernel_verb(name: str) -> str:
-    match = re.search(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)", name)
-    return match[1] if match else "communication"

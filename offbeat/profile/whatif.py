@@ -9,9 +9,9 @@ it puts in (`sent_per_byte`, 2(w−1)/w for all-reduce) and the messages that fo
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from os import fspath
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,12 +20,14 @@ from offbeat.cost.measured import SERVED, CollectiveFit, Costs
 from offbeat.cost.tables import latency_steps
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.plan import Plan, lower
+from offbeat.plan import Plan
+from offbeat.plan.model import sent_per_byte
 from offbeat.profile.measure import Profile
-from offbeat.profile.replay_trace import Scenario, replay_trace
-from offbeat.runtime.channel import goes_straight
+from offbeat.profile.plans import ANYWHERE
+from offbeat.profile.replay_trace import replay_trace
+from offbeat.runtime.comm import goes_straight
 from offbeat.simulate.predict import simulate
-from offbeat.strategy import Encoder, Strategy, VariableConfig, build_strategy, builders, transfer
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy, builders, transfer
 from offbeat.timeline import Timeline
 from offbeat.units import quote
 
@@ -33,7 +35,7 @@ Kind = Literal["bandwidth", "latency", "compute", "workers", "strategy", "stragg
 KINDS: tuple[Kind, ...] = get_args(Kind)
 EXAMPLES = "bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, straggler=3:2x, wire=fp16"
 PLANNED_JOBS = ("offbeat", "ddp")
-"""Jobs whose plan a recorded trace tells."""
+"""Jobs whose plan is known from their trace."""
 WIRES = ("fp16", "bf16", "none")
 MOST_WORKERS = 100_000
 
@@ -67,7 +69,7 @@ class Change:
 
 
 def parse_what_if(text: str) -> Change:
-    """One change as people write it."""
+    """Parses one change, such as 'bandwidth=2x'."""
     kind, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not value or kind not in KINDS:
         raise OffbeatError(f"what-if {quote(text)}: it is not one of {EXAMPLES}")
@@ -92,29 +94,34 @@ def parse_what_if(text: str) -> Change:
 
 
 def what_if(profile: Profile | Timeline, changes: Iterable[Change | str]) -> tuple[Timeline, str]:
-    """How the job would run with all of these changes at once, and what they are in words. No changes: a replay."""
+    """The predicted timeline with all of these changes at once, and the changes in words. Without changes, a replay."""
     parsed = [parse_what_if(change) if isinstance(change, str) else change for change in changes]
-    _check_once(parsed)
+    given = Counter((change.kind, change.number if change.kind == "straggler" else 0) for change in parsed)
+    for (kind, _), times in given.items():
+        if times > 1:
+            raise OffbeatError(f"what-if: {kind} is given twice")
     words = ", ".join(map(str, parsed)) or "as measured"
     if isinstance(profile, Timeline):
-        return replay_trace(profile, _scenario(parsed, "the trace does not tell the job's plan")), words
+        return _replayed(profile, parsed, "the trace does not tell the job's plan"), words
     if not plan_known(profile) and not any(change.kind == "strategy" for change in parsed):
-        why = f"the plan of a job of kind {profile.job!r} is unknown; add strategy=BUILDER"
-        return replay_trace(profile.timeline, _scenario(parsed, why)), words
+        why = f"the plan of a job of kind {profile.job!r} is unknown"
+        if profile.synchronisations > 1:
+            why = f"the job synchronises {profile.synchronisations} times a step, which no plan does"
+        return _replayed(profile.timeline, parsed, f"{why}; add strategy=BUILDER"), words
     return simulate(*changed(profile, parsed), memory=False), words
 
 
 def plan_known(profile: Profile) -> bool:
     """Whether the job's own plan can be simulated: it is Offbeat's or DDP's, or there is nothing to send."""
-    return profile.job in PLANNED_JOBS or profile.cluster.world_size == 1
+    planned = profile.job in PLANNED_JOBS and profile.synchronisations == 1
+    return planned or profile.cluster.world_size == 1
 
 
 def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     """The plan and the costs of the changed job."""
     wanted = {change.kind: change for change in changes}
-    if "bandwidth" in wanted or "latency" in wanted:
-        factors = {kind: wanted[kind].factor for kind in ("bandwidth", "latency") if kind in wanted}
-        profile = profile.with_links(**factors)
+    factors = {kind: wanted[kind].factor for kind in ("bandwidth", "latency") if kind in wanted}
+    profile = profile.with_links(**factors) if factors else profile
     graph, cluster, costs, strategy = profile.graph, profile.cluster, profile.costs, profile.strategy
     if "workers" in wanted:
         before, cluster = cluster.world_size, with_workers(cluster, wanted["workers"].number)
@@ -126,53 +133,41 @@ def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     if "wire" in wanted:
         strategy = with_wire(strategy, graph, wanted["wire"].name)
     if "compute" in wanted:
-        costs = with_compute(costs, wanted["compute"].factor, cluster.world_size)
+        costs = _with_compute(costs, wanted["compute"].factor, cluster.world_size)
     for change in changes:
         if change.kind == "straggler":
-            costs = _with_straggler(costs, change, cluster.world_size)
+            if change.number >= cluster.world_size:
+                last = cluster.world_size - 1
+                raise OffbeatError(f"what-if straggler: rank {change.number} is outside the job's ranks 0 to {last}")
+            scale = costs.compute_scale.get(change.number, 1.0) * change.factor
+            costs = replace(costs, compute_scale={**costs.compute_scale, change.number: scale})
     # The strategy was made for the cluster as it was.
-    return lower(graph, cluster, strategy.model_copy(update={"graph": "", "cluster": ""})), costs
-
-
-def sent_per_byte(kind: str, participants: int) -> float:
-    """Bytes that the busiest participant of a ring sends for each byte put in; as `Task.link_bytes` counts."""
-    others = participants - 1
-    match kind:
-        case "all_reduce":
-            return 2 * others / participants
-        case "reduce_scatter" | "all_to_all":
-            return others / participants
-        case "all_gather" | "gather":
-            return float(others)
-        case _:
-            return 1.0 if others else 0.0
+    strategy = strategy.model_copy(update=ANYWHERE)
+    return replace(profile, cluster=cluster, strategy=strategy).plan, costs
 
 
 def scaled_fit(kind: str, fit: CollectiveFit, before: int, after: int) -> CollectiveFit:
-    """What a collective costs among another number of participants, by a ring's formulas; both are at least 2."""
-    steps = latency_steps(kind, after) / latency_steps(kind, before)
-    share = sent_per_byte(kind, after) / sent_per_byte(kind, before)
-    return CollectiveFit(fit.overhead_seconds * steps, fit.latency_seconds * steps, fit.seconds_per_byte * share)
+    """The fit for another number of participants, by a ring's formulas; both numbers are at least 2."""
+    sent = sent_per_byte(kind, before)
+    share = sent_per_byte(kind, after) / sent if sent else 1.0
+    return fit.scaled(latency_steps(kind, after) / latency_steps(kind, before), share)
 
 
 def costs_of_workers(costs: Costs, before: int, after: int) -> Costs:
     """The costs of a job of `after` ranks: the collectives of all ranks scaled, those of fewer ranks kept."""
     fits = {key: fit for key, fit in costs.collectives.items() if key[1] <= after}
     straight = costs.straight and goes_straight("gloo", after)
-    if before > 1 and after > 1:
-        for (kind, participants), fit in costs.collectives.items():
-            if participants == before:
-                served = costs.straight and kind in SERVED
-                scaled = (
-                    _scaled_straight(fit, before, after, straight) if served else scaled_fit(kind, fit, before, after)
-                )
-                fits.setdefault((kind, after), scaled)
+    for (kind, participants), fit in costs.collectives.items():
+        if participants == before > 1 and after > 1:
+            served = costs.straight and kind in SERVED
+            scaled = _scaled_straight(fit, before, after, straight) if served else scaled_fit(kind, fit, before, after)
+            fits.setdefault((kind, after), scaled)
     scale = {rank: factor for rank, factor in costs.compute_scale.items() if rank < after}
     return replace(costs, collectives=fits, straight=straight, compute_scale=scale)
 
 
 def _scaled_straight(fit: CollectiveFit, before: int, after: int, straight: bool) -> CollectiveFit:
-    """A root's link carries the bytes of all the others, unless there are so many that they go along a chain."""
+    """A root's link carries the bytes of all others, unless there are so many ranks that bytes go along a chain."""
     one = fit.seconds_per_byte / (before - 1)
     if straight:
         return replace(fit, seconds_per_byte=one * (after - 1))
@@ -180,7 +175,7 @@ def _scaled_straight(fit: CollectiveFit, before: int, after: int, straight: bool
 
 
 def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:
-    """The cluster with so many ranks: the first ones of it, or more nodes like those it has."""
+    """The cluster with that many ranks: its first ones, or more nodes of the same kind."""
     if workers == cluster.world_size:
         return cluster
     if workers < cluster.world_size:
@@ -200,13 +195,22 @@ def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:
 
 
 def with_wire(strategy: Strategy, graph: ModelGraph, name: str) -> Strategy:
-    """Every dense gradient encoded so; what is stale, asynchronous or sparse takes no encoder and stays."""
+    """The strategy with this encoder for every dense gradient that is neither stale nor asynchronous."""
+
+    def encoded(shard: Shard) -> Shard:
+        dense = shard.synchronizer in ("all_reduce", "parameter_server", "sharded")
+        if not dense or shard.staleness or shard.asynchronous:
+            return shard
+        return shard.model_copy(update={"encoder": Encoder(name=name)})  # type: ignore[arg-type] # one of WIRES
+
     configs = {variable.name: strategy.variables.get(variable.name, VariableConfig()) for variable in graph.variables}
-    return strategy.model_copy(update={"variables": {key: _encoded(config, name) for key, config in configs.items()}})
+    for variable, config in configs.items():
+        configs[variable] = config.model_copy(update={"shards": tuple(map(encoded, config.shards))})
+    return strategy.model_copy(update={"variables": configs})
 
 
-def with_compute(costs: Costs, factor: float, world: int) -> Costs:
-    """Everything that devices compute, updates too, so many times as fast."""
+def _with_compute(costs: Costs, factor: float, world: int) -> Costs:
+    """The costs with all computing, updates included, `factor` times as fast."""
     per_byte = costs.update_seconds_per_byte
     return replace(
         costs,
@@ -226,53 +230,20 @@ def _factor(text: str, value: str) -> float:
     return factor
 
 
-def _check_once(changes: Sequence[Change]) -> None:
-    seen: set[tuple[str, int]] = set()
-    for change in changes:
-        key = (change.kind, change.number if change.kind == "straggler" else 0)
-        if key in seen:
-            raise OffbeatError(f"what-if: {change.kind} is given twice")
-        seen.add(key)
-
-
-def _scenario(changes: Sequence[Change], why: str) -> Scenario:
+def _replayed(timeline: Timeline, changes: Sequence[Change], why: str) -> Timeline:
     for change in changes:
         if change.kind not in ("bandwidth", "latency", "compute", "straggler"):
             raise OffbeatError(f"what-if {change.kind}: {why}")
-    factor = {change.kind: change.factor for change in changes}
-    return Scenario(
-        bandwidth=factor.get("bandwidth", 1.0),
-        latency=factor.get("latency", 1.0),
-        compute=factor.get("compute", 1.0),
-        stragglers={change.number: change.factor for change in changes if change.kind == "straggler"},
-    )
+    factors = {change.kind: change.factor for change in changes if change.kind != "straggler"}
+    stragglers = {change.number: change.factor for change in changes if change.kind == "straggler"}
+    return replay_trace(timeline, stragglers=stragglers, **factors)
 
 
 def _other_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
     if name in builders():
         return build_strategy(name, graph, cluster)
-    if not Path(fspath(name)).exists():
+    if not Path(name).exists():
         raise OffbeatError(
             f"what-if strategy: {quote(name)} is neither a builder ({', '.join(builders())}) nor a strategy file"
         )
-    strategy = Strategy.load(name)
-    return strategy.model_copy(update={"cluster": "", "graph": ""})
-
-
-def _encoded(config: VariableConfig, name: str) -> VariableConfig:
-    encoder = Encoder(name=name)  # type: ignore[arg-type] # one of WIRES
-    shards = tuple(
-        shard.model_copy(update={"encoder": encoder})
-        if shard.synchronizer in ("all_reduce", "parameter_server", "sharded")
-        and not (shard.staleness or shard.asynchronous)
-        else shard
-        for shard in config.shards
-    )
-    return config.model_copy(update={"shards": shards})
-
-
-def _with_straggler(costs: Costs, change: Change, world: int) -> Costs:
-    if change.number >= world:
-        raise OffbeatError(f"what-if straggler: rank {change.number} is outside the job's ranks 0 to {world - 1}")
-    usual = costs.compute_scale.get(change.number, 1.0)
-    return replace(costs, compute_scale={**costs.compute_scale, change.number: usual * change.factor})
+    return Strategy.load(name)

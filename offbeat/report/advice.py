@@ -1,7 +1,7 @@
 """A recording → what would help most: one change at a time, replayed, the shortest step first.
 
-Where the job's plan is known the changed plan is simulated with what was measured; of other traces the measured spans
-are replayed on other links and devices, and only the last steps of long ones.
+Where the job's plan is known, the changed plan is simulated with the measured costs. Other traces are replayed span by
+span on other links and devices; of long ones, only the last steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,15 +12,16 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
 from offbeat.profile.whatif import changed, plan_known, what_if
-from offbeat.report.windows import Windows
-from offbeat.search.candidates import Candidate, candidates
-from offbeat.simulate.predict import simulate
+from offbeat.report.steps import Steps, name_ranks
+from offbeat.search.optimize import candidates
+from offbeat.search.passes import Candidate
+from offbeat.simulate import step_seconds
 from offbeat.timeline import Timeline
 from offbeat.timeline.diagnosis import Diagnosis
 from offbeat.timeline.model import KINDS
 
 MOST_REPLAYED_SPANS = 150_000
-"""A trace of more is replayed in its last steps only, which takes a few seconds."""
+"""Longer traces are replayed in their last steps only, which takes a few seconds."""
 SHOWN_STRATEGIES = 3
 _COMMUNICATION = KINDS.index("communication")
 _LINKS = (
@@ -34,23 +35,23 @@ Predict = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change and the step it would lead to."""
+    """One change and the resulting step time."""
 
     label: str
     about: str
     seconds: float
 
     def speedup(self, base_seconds: float) -> float:
-        """1.25 means that the step as it was is 1.25 times as long."""
+        """1.25 means that the recorded step is 1.25 times as long."""
         return base_seconds / self.seconds if self.seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class WhatIfs:
-    """Changes, the one with the shortest step first."""
+    """Changes, the one with the shortest step first, and the strategies that search found."""
 
     base_seconds: float
-    """The step as it was, replayed in the same way."""
+    """The recorded step, replayed in the same way."""
     rows: tuple[Advice, ...]
     best: Candidate | None
     """The best strategy that search has found."""
@@ -81,7 +82,7 @@ def _of_plan(profile: Profile) -> WhatIfs:
     slower = sorted(rank for rank, scale in profile.costs.compute_scale.items() if scale > 1)
     if slower:
         about = "computing as fast as the median of the ranks"
-        tried.append((f"No straggler ({_ranks(slower)})", about, partial(_without_stragglers, profile)))
+        tried.append((f"No straggler ({name_ranks(slower)})", about, partial(_without_stragglers, profile)))
     rows, notes = _predicted(tried)
     found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
     rows += [Advice(f"Strategy: {each.name}", "found by search", each.seconds) for each in found]
@@ -90,25 +91,24 @@ def _of_plan(profile: Profile) -> WhatIfs:
 
 
 def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
-    windows = Windows(timeline)
-    first = windows.last_with(MOST_REPLAYED_SPANS)
-    part = None if first is None else windows.part(first, len(windows) - 1)
+    steps = Steps(timeline)
+    part = steps.last(MOST_REPLAYED_SPANS)
     if part is None:
-        base = timeline.iteration_time
         note = f"what-ifs are left out: the last step alone has more than {MOST_REPLAYED_SPANS} spans to replay"
-        return WhatIfs(base, (), None, (note,))
+        return WhatIfs(timeline.iteration_time, (), None, (note,))
     changes = [*_LINKS, _DEVICES] if (part.kind == _COMMUNICATION).any() else [_DEVICES]
     tried: list[tuple[str, str, Predict]] = [(label, change, partial(_step, part, change)) for label, change in changes]
     straggler = diagnosis.straggler
     if straggler is not None and straggler.reason == "compute":
         own = next(each.compute_seconds for each in diagnosis.ranks if each.rank == straggler.rank)
         change = f"straggler={straggler.rank}:{(own - straggler.seconds) / own:.6g}x"
-        label = f"No straggler ({_ranks([straggler.rank])})"
+        label = f"No straggler ({name_ranks([straggler.rank])})"
         tried.append((label, "computing as fast as the median of the others", partial(_step, part, change)))
     rows, notes = _predicted(tried)
     rows.sort(key=lambda row: row.seconds)
-    if first:
-        notes.append(f"what-ifs are replays of the last {len(windows) - first} of {len(windows)} steps")
+    kept = part.marks.shape[1] - 1
+    if kept < len(steps):
+        notes.append(f"what-ifs are replays of the last {kept} of {len(steps)} steps")
     notes.append("the trace does not tell the job's plan, so other strategies and encodings cannot be replayed")
     return WhatIfs(_step(part), tuple(rows), None, tuple(notes))
 
@@ -120,7 +120,7 @@ def _step(recording: Profile | Timeline, *changes: str) -> float:
 def _without_stragglers(profile: Profile) -> float:
     plan, costs = changed(profile, ())
     capped = {rank: min(scale, 1.0) for rank, scale in costs.compute_scale.items()}
-    return simulate(plan, replace(costs, compute_scale=capped), memory=False).iteration_time
+    return step_seconds(plan, replace(costs, compute_scale=capped))
 
 
 def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
@@ -145,8 +145,3 @@ def _predicted(tried: list[tuple[str, str, Predict]]) -> tuple[list[Advice], lis
         except OffbeatError as error:
             notes.append(f"{label}: it could not be replayed: {error}")
     return rows, notes
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

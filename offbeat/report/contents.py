@@ -1,45 +1,28 @@
-"""A recording (a trace folder, Profile, Timeline or Plan) → Report: every number and picture that the page shows."""
+"""A Profile or Timeline → Report: every number and picture that the page shows."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from os import PathLike, fspath
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
-from offbeat.plan import Plan
 from offbeat.profile.measure import Profile
-from offbeat.profile.source import load_recording
 from offbeat.profile.whatif import plan_known, what_if
 from offbeat.report.advice import WhatIfs, what_would_help
-from offbeat.report.windows import Windows, with_marks
+from offbeat.report.steps import PARTS, Steps, parts_of, with_marks
 from offbeat.search.explain import Explanation, explain
 from offbeat.search.frontier.model import Frontier
-from offbeat.search.frontier.picture import svg
-from offbeat.simulate.predict import simulate
 from offbeat.strategy import Strategy
 from offbeat.timeline import Timeline
 from offbeat.timeline.diagnosis import Diagnosis, diagnose
 from offbeat.units import format_seconds
 
-Recording = str | PathLike[str] | Profile | Timeline | Plan
-
-PARTS = {
-    "compute": "computing",
-    "exposed": "communication that nothing hides",
-    "waiting": "waiting for other ranks",
-    "idle": "idle",
-}
-"""What each moment of a step is; the parts add up to the step."""
 MOST_STEPS_IN_PARTS = 200
-"""Of more steps only the lengths are shown, not where each goes."""
+"""For longer recordings only the length of each step is shown, not its parts."""
 MOST_BLAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What replay predicted of the recorded job, beside what was measured."""
+    """The replay of the recorded job beside what was measured."""
 
     predicted: Timeline
     measured_step_seconds: float
@@ -54,13 +37,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {
-            "measured_step_seconds": self.measured_step_seconds,
-            "predicted_step_seconds": self.predicted_step_seconds,
-            "error": self.error,
-            "measured_parts": self.measured_parts,
-            "predicted_parts": self.predicted_parts,
-        }
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predicted"}
+        return plain | {"error": self.error}
 
 
 @dataclass(frozen=True)
@@ -109,10 +87,6 @@ class Report:
         words = best.label[0].lower() + best.label[1:]
         return f"{text}. What would help most: {words}, {gain:.0%} faster ({format_seconds(best.seconds)} per step)."
 
-    @property
-    def frontier_svg(self) -> str:
-        return "" if self.frontier is None else svg(self.frontier, title="Memory and time of one training step")
-
     def to_dict(self) -> dict[str, Any]:
         """Every number of the page, ready for JSON."""
         frontier = [
@@ -143,27 +117,21 @@ class Report:
 
 
 def make_report(
-    recording: Recording,
+    recording: Profile | Timeline,
     *,
-    title: str = "",
-    costs: Costs | None = None,
+    title: str = "report",
     predicted: Timeline | None = None,
     strategy: Strategy | None = None,
     frontier: Frontier | None = None,
-    nodes: Mapping[int, str] | None = None,
     what_ifs: bool = True,
 ) -> Report:
-    """Reads or simulates, diagnoses, and replays what-ifs.
+    """Diagnoses, compares, and replays what-ifs, unless `what_ifs` is off.
 
-    `recording` is a trace folder or file, a Profile, a Timeline, or a Plan, which is simulated with `costs`.
     `predicted` is set beside a measured Timeline; a Profile is replayed for that. `strategy` is explained beside the
-    recorded one. `nodes` names the node of each rank where the recording has no cluster. `what_ifs` off saves the time
-    they take.
+    recorded one.
     """
-    title = title or _title(recording)
-    opened = _opened(recording, costs)
-    profile = opened if isinstance(opened, Profile) else None
-    timeline = with_marks(profile.timeline if profile else opened)  # type: ignore[arg-type] # a Timeline if no Profile
+    profile = recording if isinstance(recording, Profile) else None
+    timeline = with_marks(recording.timeline if isinstance(recording, Profile) else recording)
     if not len(timeline):
         raise OffbeatError(f"{title}: the trace has no spans, so there is nothing to report")
     if profile is not None:
@@ -175,7 +143,7 @@ def make_report(
     return Report(
         title=title,
         timeline=timeline,
-        nodes=_nodes(profile, timeline) if nodes is None else dict(nodes),
+        nodes=_nodes(profile, timeline),
         step_seconds=timeline.iteration_time,
         steps=tuple(timeline.step_seconds.tolist()),
         step_parts=_step_parts(timeline),
@@ -189,38 +157,6 @@ def make_report(
     )
 
 
-def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
-    """Seconds of each part of a step: the mean over ranks and steps."""
-    return {key: diagnosis.mean(f"{key}_seconds") for key in PARTS}
-
-
-def _title(recording: Recording) -> str:
-    if isinstance(recording, Plan):
-        return f"{recording.strategy.name} on {recording.cluster.name}"
-    if isinstance(recording, Profile):
-        return f"{recording.job} job on {recording.cluster.name}"
-    if isinstance(recording, Timeline):
-        return f"{recording.source} timeline"
-    return Path(fspath(recording)).resolve().name
-
-
-def _opened(recording: Recording, costs: Costs | None) -> Profile | Timeline:
-    if isinstance(recording, (Profile, Timeline)):
-        return recording
-    if not isinstance(recording, Plan):
-        return load_recording(recording)
-    costs = costs or Costs()
-    return Profile(
-        timeline=simulate(recording, costs),
-        graph=recording.graph,
-        cluster=recording.cluster,
-        strategy=recording.strategy,
-        costs=costs,
-        job="offbeat",
-        notes=(),
-    )
-
-
 def _nodes(profile: Profile | None, timeline: Timeline) -> dict[int, str]:
     if profile is None:
         return {}
@@ -230,12 +166,12 @@ def _nodes(profile: Profile | None, timeline: Timeline) -> dict[int, str]:
 
 
 def _step_parts(timeline: Timeline) -> tuple[dict[str, float], ...]:
-    windows = Windows(timeline)
-    if len(windows) > MOST_STEPS_IN_PARTS:
+    steps = Steps(timeline)
+    if len(steps) > MOST_STEPS_IN_PARTS:
         return ()
     found = []
-    for step in range(len(windows)):
-        part = windows.part(step, step)
+    for step in range(len(steps)):
+        part = steps.part(step, step)
         if part is None:
             return ()
         found.append(parts_of(diagnose(part)))
@@ -263,7 +199,7 @@ def _comparison(
 def _explained(
     profile: Profile | None, helped: WhatIfs | None, strategy: Strategy | None
 ) -> tuple[tuple[Explanation, ...], list[str]]:
-    """Of the strategy that ran and of the given or best one; and what could not be explained."""
+    """Explains the strategy that ran and the given or best one; also notes on what could not be explained."""
     if profile is None or not plan_known(profile) or profile.cluster.world_size == 1:
         return (), []
     asked = [profile.strategy]

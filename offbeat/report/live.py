@@ -1,20 +1,19 @@
 """A recording or a model, and a State of sliders and switches → what the live page shows of the changed job.
 
-Where the job's plan is known, or another strategy is asked for, the changed plan is simulated with what was measured;
-else the trace itself is replayed on other links and devices, the last steps of a long one. What takes long is asked for
-on its own: memory, the other strategies one by one, and the search for a better one.
+Where the job's plan is known, or another strategy is asked for, the changed plan is simulated with the measured costs;
+else the trace itself, or the last steps of a long one, is replayed on other links and devices. Slow answers are
+requested separately: memory, the other strategies one by one, and the search for a better one.
 """
 
 import base64
 import time
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
@@ -23,21 +22,14 @@ from offbeat.cost.memory import MemoryEstimate, peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
-from offbeat.profile.measure import ANYWHERE, Profile
+from offbeat.profile.measure import Profile
+from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.source import load_recording
-from offbeat.profile.whatif import (
-    WIRES,
-    Change,
-    changed,
-    costs_of_workers,
-    plan_known,
-    what_if,
-    with_workers,
-)
-from offbeat.report.pack import pack_timeline
-from offbeat.report.windows import Windows, with_marks
+from offbeat.profile.whatif import WIRES, Change, changed, costs_of_workers, plan_known, what_if, with_workers
+from offbeat.report.scene import pack_timeline
+from offbeat.report.steps import PARTS, Steps, name_ranks, parts_of, rank_parts, with_marks
 from offbeat.search.optimize import search
-from offbeat.search.oracle import step_seconds
+from offbeat.simulate import step_seconds
 from offbeat.simulate.predict import BARRIER_STEPS, DEFERRED_STEPS, simulate
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
@@ -47,23 +39,22 @@ from offbeat.timeline.diagnosis import Diagnosis, RankTime, diagnose, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
-PARTS = ("compute", "exposed", "waiting", "idle")
 MOST_WORKERS = 4096
 MOST_SERVER_PARTS = 20_000
-"""Shards that servers hold, times workers: what about three seconds of replay can take."""
+"""Limit on shards held by servers times workers, which do not fold: about three seconds of replay."""
 MOST_REPLAYED_SPANS = 60_000
-"""Of a trace without a plan: its last steps with at most so many are replayed."""
+"""A trace without a plan is replayed in its last steps, with at most so many spans."""
 SEARCH_SECONDS = 4.0
 CAPTURED_STRATEGY = "ddp"
-"""What a model that was not recorded is compared with."""
-_FACTOR = Field(ge=1 / 1024, le=1024)
+"""The baseline of a model that was not recorded."""
 _REMEMBERED_PLANS = 6
+_MEMORY_PARTS = [field.name for field in fields(MemoryEstimate) if field.name != "peak_at"]
 
-Factor = Annotated[float, _FACTOR]
+Factor = Annotated[float, Field(ge=1 / 1024, le=1024)]
 
 
 class State(BaseModel):
-    """What is different from the job as it was recorded. Factors: 2 times the bandwidth, the latency, the speed."""
+    """The differences from the recorded job; a factor of 2 is twice the bandwidth, latency or speed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -82,42 +73,29 @@ class State(BaseModel):
     @classmethod
     def read(cls, raw: Any) -> "State":
         """From plain values, such as parsed JSON."""
-        try:
+        with files.problems_named("state"):
             return cls.model_validate(raw)
-        except ValidationError as error:
-            raise OffbeatError(f"state: {files.first_problem(error)}") from None
 
     def changes(self) -> list[Change]:
         """The differences, in the words of `offbeat replay --what-if`."""
-        found = [
-            Change(kind, factor=getattr(self, kind))
-            for kind in ("bandwidth", "latency", "compute")
-            if getattr(self, kind) != 1.0
-        ]
-        if self.workers is not None:
-            found.append(Change("workers", number=self.workers))
-        if self.strategy != RECORDED:
-            found.append(Change("strategy", name=self.strategy))
-        if self.wire != "recorded":
-            found.append(Change("wire", name=self.wire))
-        if self.straggler != 1.0:
-            found.append(Change("straggler", factor=self.straggler, number=self.straggler_rank))
-        return found
+        possible = (
+            Change("bandwidth", factor=self.bandwidth),
+            Change("latency", factor=self.latency),
+            Change("compute", factor=self.compute),
+            Change("workers", number=self.workers or 0),
+            Change("strategy", name=self.strategy),
+            Change("wire", name=self.wire),
+            Change("straggler", factor=self.straggler, number=self.straggler_rank),
+        )
+        return [change for change in possible if self.differs(change.kind)]
 
-
-@dataclass(frozen=True)
-class _Found:
-    """What a search has found, and where it searched."""
-
-    strategy: Strategy
-    workers: int
-    words: str
-    seconds: float
-    number: int
+    def differs(self, field: str) -> bool:
+        """Whether a field has another value than the recorded job."""
+        return getattr(self, field) != type(self).model_fields[field].default
 
 
 class Session:
-    """One recording or model that the live page looks at. Its methods may be called from several threads."""
+    """The recording or model that the live page shows. Its methods may be called from several threads."""
 
     def __init__(self, recorded: Profile | Timeline, title: str, *, captured: bool = False) -> None:
         """`captured`: nothing was measured, `recorded` has a model's graph and the replay of a first strategy."""
@@ -129,9 +107,9 @@ class Session:
         self.timeline = _last_steps(with_marks(whole))
         self.notes = tuple(dict.fromkeys((*(self.profile.notes if self.profile else ()), *self.timeline.notes)))
         self.world = self.profile.cluster.world_size if self.profile else len(self.timeline.ranks)
-        self._found: _Found | None = None
-        self._plans = _Recent(_REMEMBERED_PLANS)
-        self._memories = _Recent(_REMEMBERED_PLANS)
+        self._found: list[tuple[Strategy, int]] = []
+        """The strategy that each search has found, and for how many workers."""
+        self._plan_of = lru_cache(_REMEMBERED_PLANS)(self._make_plan)
         self.base_seconds = self._timeline(self._checked(State())).iteration_time
 
     @classmethod
@@ -147,8 +125,8 @@ class Session:
         profile = Profile(timeline, graph, cluster, strategy, Costs(), job="offbeat", notes=())
         return cls(profile, f"{graph.name} on {cluster.name}", captured=True)
 
-    def about(self) -> dict[str, Any]:
-        """What the page must know before the first replay."""
+    def about(self, _: State | None = None) -> dict[str, Any]:
+        """What the page needs before the first replay."""
         cluster = self.profile.cluster if self.profile else None
         across = cluster is not None and len(cluster.nodes) > 1
         strategies = [RECORDED, *([OPTIMISED, *builders()] if self.profile else ())]
@@ -167,12 +145,12 @@ class Session:
             "measured_seconds": self.measured_seconds,
             "base_seconds": self.base_seconds,
             "parts": list(PARTS),
-            "memory_parts": [field.name for field in fields(MemoryEstimate) if field.name != "peak_at"],
+            "memory_parts": _MEMORY_PARTS,
             "notes": list(self.notes[:8]),
         }
 
     def replay(self, state: State) -> dict[str, Any]:
-        """The step as it would be: seconds, where they go, what bounds them, and the timeline to draw."""
+        """The changed step: its time, parts and lower bound, and the timeline to draw."""
         begun = time.perf_counter()
         state = self._checked(state)
         timeline = self._timeline(state)
@@ -183,7 +161,7 @@ class Session:
             "step_seconds": seconds,
             "base_seconds": self.base_seconds,
             "speedup": self.base_seconds / seconds if seconds else 1.0,
-            "mean": {part: diagnosis.mean(f"{part}_seconds") for part in PARTS},
+            "mean": parts_of(diagnosis),
             "hidden_seconds": diagnosis.mean("overlap_seconds"),
             "ranks": _rank_rows(diagnosis.ranks),
             "bound": _bound(diagnosis),
@@ -199,27 +177,21 @@ class Session:
         }
 
     def memory(self, state: State) -> dict[str, Any]:
-        """Bytes on each rank at its peak, by what holds them; ranks that are alike in one row."""
+        """Peak bytes of each rank by what holds them; ranks that are alike share a row."""
         state = self._checked(state)
         if not self._planned(state):
             return {"rows": [], "why": "the trace does not tell what is kept in memory"}
-        key = (state.strategy, state.workers, state.wire, self._found_number(state))
-        rows = self._memories.get(key)
-        if rows is None:
-            plan, _ = self._plan(state)
-            rows = [_memory_row(plan, ranks) for ranks in find_roles(plan, {}).ranks]
-            self._memories.put(key, rows)
-        assert self.profile is not None
-        known = any(operator.activation_bytes for operator in self.profile.graph.operators)
+        plan, _ = self._plan(state)
+        rows = [_memory_row(plan, ranks) for ranks in find_roles(plan, {}).ranks]
+        known = any(operator.activation_bytes for operator in plan.graph.operators)
         return {"rows": rows, "why": "" if known else "without activations, which a recording does not tell"}
 
     def rank(self, state: State) -> dict[str, Any]:
         """The step time of the state's strategy alone, for the ranking."""
         state = self._checked(state)
-        if not self._planned(state):
-            return {"strategy": state.strategy, "step_seconds": self._timeline(state).iteration_time}
-        plan, costs = self._plan(state)
-        return {"strategy": state.strategy, "step_seconds": step_seconds(plan, costs)}
+        planned = self._planned(state)
+        seconds = step_seconds(*self._plan(state)) if planned else self._timeline(state).iteration_time
+        return {"strategy": state.strategy, "step_seconds": seconds}
 
     def search(self, state: State) -> dict[str, Any]:
         """Searches for the best strategy on these links, devices and workers; it is 'optimised' from then on."""
@@ -229,26 +201,24 @@ class Session:
         here = state.model_copy(update={"strategy": RECORDED, "wire": "recorded"})
         plan, costs = self._plan(here)
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
+        self._found.append((best.strategy, plan.cluster.world_size))
         words = ", ".join(map(str, here.changes())) or "as recorded"
-        number = self._found.number + 1 if self._found else 1
-        self._found = _Found(best.strategy, plan.cluster.world_size, words, best.seconds, number)
         return {"strategy": OPTIMISED, "step_seconds": best.seconds, "decisions": list(best.decisions), "for": words}
 
     def _checked(self, state: State) -> State:
-        """The state with what equals the recording left out, or one sentence why it cannot be replayed."""
+        """The state without values that equal the recording; OffbeatError if it cannot be replayed."""
         if state.workers == self.world:
             state = state.model_copy(update={"workers": None})
         for kind, why in self._unavailable().items():
-            if getattr(state, kind) != State.model_fields[kind].default:
+            if state.differs(kind):
                 raise OffbeatError(f"{kind}: {why}")
         if state.strategy not in (RECORDED, OPTIMISED, *builders()):
             raise OffbeatError(f"strategy: there is no {quote(state.strategy)}; there are {', '.join(builders())}")
-        if state.strategy == OPTIMISED and self._found is None:
+        if state.strategy == OPTIMISED and not self._found:
             raise OffbeatError("strategy: 'optimised' is not known before a search")
-        if state.wire != "recorded" and not self._planned(state):
-            raise OffbeatError("wire: the recording does not tell the job's plan; choose a strategy too")
-        if state.workers is not None and not self._planned(state):
-            raise OffbeatError("workers: the recording does not tell the job's plan; choose a strategy too")
+        for field in () if self._planned(state) else ("wire", "workers"):
+            if state.differs(field):
+                raise OffbeatError(f"{field}: the recording does not tell the job's plan; choose a strategy too")
         return state
 
     def _unavailable(self) -> dict[str, str]:
@@ -287,37 +257,30 @@ class Session:
 
     def _plan(self, state: State) -> tuple[Plan, Costs]:
         """The plan and the costs of the changed job; those of the last states are remembered."""
-        key = (state, self._found_number(state))
-        known = self._plans.get(key)
-        if known is None:
-            assert self.profile is not None
-            moved = self.profile.with_links(state.bandwidth, state.latency)
-            cluster, costs = moved.cluster, moved.costs
-            if state.workers is not None:
-                cluster = with_workers(moved.cluster, state.workers)
-                costs = costs_of_workers(costs, self.world, cluster.world_size)
-            strategy = self._strategy(state, cluster)
-            _check_size(strategy, cluster)
-            moved = replace(moved, cluster=cluster, costs=costs, strategy=strategy)
-            rest = [change for change in state.changes() if change.kind in ("compute", "wire", "straggler")]
-            known = changed(moved, rest)
-            self._plans.put(key, known)
-        return known
+        return self._plan_of(state, len(self._found) if state.strategy == OPTIMISED else 0)
 
-    def _strategy(self, state: State, cluster: ClusterSpec) -> Strategy:
+    def _make_plan(self, state: State, search: int) -> tuple[Plan, Costs]:
         assert self.profile is not None
-        graph, workers = self.profile.graph, self.world
-        if state.strategy == RECORDED:
-            strategy = self.profile.strategy
-        elif state.strategy == OPTIMISED:
-            assert self._found is not None
-            strategy, workers = self._found.strategy, self._found.workers
+        moved = self.profile.with_links(state.bandwidth, state.latency)
+        cluster, costs = moved.cluster, moved.costs
+        if state.workers is not None:
+            cluster = with_workers(moved.cluster, state.workers)
+            costs = costs_of_workers(costs, self.world, cluster.world_size)
+        if state.strategy not in (RECORDED, OPTIMISED):
+            strategy = build_strategy(state.strategy, moved.graph, cluster)
         else:
-            return build_strategy(state.strategy, graph, cluster)
-        return strategy if workers == cluster.world_size else transfer(strategy, graph, cluster)
-
-    def _found_number(self, state: State) -> int:
-        return self._found.number if self._found and state.strategy == OPTIMISED else 0
+            strategy, workers = self._found[search - 1] if search else (moved.strategy, self.world)
+            if workers != cluster.world_size:
+                strategy = transfer(strategy, moved.graph, cluster)
+        served = _parts_on_servers(strategy)
+        if served * cluster.world_size > MOST_SERVER_PARTS:
+            raise OffbeatError(
+                f"strategy {strategy.name!r}: {served} parts on servers for {cluster.world_size} workers take too long "
+                f"for this page; offbeat replay has no such limit"
+            )
+        moved = replace(moved, cluster=cluster, costs=costs, strategy=strategy)
+        rest = [change for change in state.changes() if change.kind in ("compute", "wire", "straggler")]
+        return changed(moved, rest)
 
     def _nodes(self, state: State) -> dict[int, str]:
         """The node of each rank, where nodes have several."""
@@ -329,38 +292,16 @@ class Session:
         return {rank: cluster.nodes[node].name for rank, node in enumerate(cluster.node_of_rank)}
 
 
-class _Recent:
-    """The last few values by key."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: Hashable) -> Any:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Hashable, value: Any) -> None:
-        with self._lock:
-            self._values[key] = value
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)
-
-
 def _last_steps(timeline: Timeline) -> Timeline:
     """The last steps of a long trace, as many as are replayed at once."""
     if len(timeline) <= MOST_REPLAYED_SPANS:
         return timeline
-    windows = Windows(timeline)
-    first = windows.last_with(MOST_REPLAYED_SPANS)
-    part = windows.part(len(windows) - 1 if first is None else first, len(windows) - 1)
+    steps = Steps(timeline)
+    part = steps.last(MOST_REPLAYED_SPANS) or steps.part(len(steps) - 1, len(steps) - 1)
     if part is None:
         return timeline
-    steps = part.marks.shape[1] - 1
-    note = f"of {len(windows)} steps the last {steps} are replayed" if steps > 1 else "the last step is replayed"
+    kept = part.marks.shape[1] - 1
+    note = f"of {len(steps)} steps the last {kept} are replayed" if kept > 1 else "the last step is replayed"
     return replace(part, notes=(*timeline.notes, note))
 
 
@@ -370,16 +311,6 @@ def _possible(cluster: ClusterSpec, workers: int) -> bool:
     except OffbeatError:
         return False
     return True
-
-
-def _check_size(strategy: Strategy, cluster: ClusterSpec) -> None:
-    """Ranks that serve are all different, so that nothing folds: refuses what would take too long."""
-    served = _parts_on_servers(strategy)
-    if served * cluster.world_size > MOST_SERVER_PARTS:
-        raise OffbeatError(
-            f"strategy {strategy.name!r}: {served} parts on servers for {cluster.world_size} workers take too long for "
-            f"this page; offbeat replay has no such limit"
-        )
 
 
 def _parts_on_servers(strategy: Strategy) -> int:
@@ -394,7 +325,7 @@ def _fewest_steps(plan: Plan) -> int | None:
 
 
 def _bound(diagnosis: Diagnosis) -> dict[str, float] | None:
-    """The longest that any rank computes and that any link sends: no order of the same work is faster."""
+    """A lower bound of the step: the longest compute of any rank and the longest traffic of any link."""
     if diagnosis.ideal_seconds is None:
         return None
     compute = max(rank.compute_seconds for rank in diagnosis.ranks)
@@ -403,36 +334,18 @@ def _bound(diagnosis: Diagnosis) -> dict[str, float] | None:
 
 
 def _rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
-    """Ranks that spend their step alike in one row."""
+    """Ranks that spend their step alike share a row."""
     alike: dict[tuple[float, ...], list[RankTime]] = {}
     for rank in ranks:
-        key = tuple(round(getattr(rank, f"{part}_seconds"), 7) for part in PARTS)
-        alike.setdefault(key, []).append(rank)
+        alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
     return [
-        {
-            "label": name_ranks(rank.rank for rank in members),
-            "values": {part: getattr(members[0], f"{part}_seconds") for part in PARTS},
-        }
+        {"label": name_ranks(rank.rank for rank in members), "values": rank_parts(members[0])}
         for members in alike.values()
     ]
 
 
 def _memory_row(plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
     estimate = peak_memory(plan, ranks[0])
-    parts = {field.name: getattr(estimate, field.name) for field in fields(estimate) if field.name != "peak_at"}
+    parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
     limit = plan.cluster.device_of(ranks[0]).memory
     return {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs[:3])
-    left = sum(last - first + 1 for first, last in runs[3:])
-    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'' if alone else 's'} {shown}" + (f" and {left} more" if left else "")

@@ -7,6 +7,7 @@ and in base64; the scripts only ever set them as text.
 
 import base64
 import hashlib
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files as resources
 from os import PathLike
@@ -17,24 +18,21 @@ import orjson
 from markupsafe import Markup
 
 from offbeat import files
-from offbeat.report.contents import PARTS, Recording, Report, make_report
-from offbeat.report.pack import MOST_BYTES, pack_timeline
-from offbeat.timeline import KINDS
+from offbeat.profile.measure import Profile
+from offbeat.report.contents import Report, make_report
+from offbeat.report.scene import MOST_BYTES, pack_timeline
+from offbeat.report.steps import PARTS, rank_parts
+from offbeat.search.frontier.picture import svg
+from offbeat.timeline import KINDS, Timeline
 from offbeat.timeline.diagnosis import short_name
 from offbeat.units import format_bytes, format_seconds
 
 SCRIPTS = ("charts.js", "timeline.js", "report.js")
 _MOST_PREDICTED_BYTES = 2**20
-_PART_NAMES = {
-    "compute": "compute",
-    "exposed": "exposed communication",
-    "waiting": "waiting for other ranks",
-    "idle": "idle",
-}
 _KIND_NAMES = {"update": "update of one message", "wait": "standing still"}
 
 
-def write_report(path: str | PathLike[str], recording: Recording, **options: Any) -> Report:
+def write_report(path: str | PathLike[str], recording: Profile | Timeline, **options: Any) -> Report:
     """Makes the report (`offbeat.report.make_report` names the options) and writes its page."""
     report = make_report(recording, **options)
     files.write_atomic(path, render(report).encode(), "report")
@@ -47,11 +45,11 @@ def render(report: Report) -> str:
     return _template().render(
         report=report,
         diagnosis=report.diagnosis,
-        part_names=_PART_NAMES,
+        part_names=PARTS,
         policy=_policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        frontier=Markup(report.frontier_svg),
+        frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
         data=_json(_numbers(report)),
         scenes=_scenes(report),
         comparison_rows=_comparison_rows(report),
@@ -87,14 +85,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    allowed = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*digests)
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 
 def _json(content: Any) -> Markup:
@@ -108,20 +101,14 @@ def _numbers(report: Report) -> dict[str, Any]:
     what_ifs = report.help
     present = {KINDS[number] for number in set(report.timeline.kind.tolist())}
     return {
-        "parts": [{"key": key, "label": _PART_NAMES[key]} for key in PARTS],
+        "parts": [{"key": key, "label": label} for key, label in PARTS.items()],
         "kinds": [{"key": kind, "label": _KIND_NAMES.get(kind, kind)} for kind in KINDS if kind in present],
         "mean": report.parts,
         "steps": list(report.steps),
         "step_parts": list(report.step_parts) or None,
-        "ranks": [
-            {"label": f"rank {rank.rank}", "values": {key: getattr(rank, f"{key}_seconds") for key in PARTS}}
-            for rank in report.diagnosis.ranks
-        ],
+        "ranks": [{"label": f"rank {rank.rank}", "values": rank_parts(rank)} for rank in report.diagnosis.ranks],
         "base_seconds": what_ifs.base_seconds if what_ifs else 0.0,
-        "what_ifs": [
-            {"label": row.label, "about": row.about, "seconds": row.seconds}
-            for row in (what_ifs.rows if what_ifs else ())
-        ],
+        "what_ifs": [asdict(row) for row in what_ifs.rows] if what_ifs else [],
     }
 
 
@@ -141,5 +128,5 @@ def _comparison_rows(report: Report) -> list[tuple[str, float, float]]:
         return []
     return [
         ("step", compared.measured_step_seconds, compared.predicted_step_seconds),
-        *((_PART_NAMES[key], compared.measured_parts[key], compared.predicted_parts[key]) for key in PARTS),
+        *((label, compared.measured_parts[key], compared.predicted_parts[key]) for key, label in PARTS.items()),
     ]

@@ -1,27 +1,46 @@
-"""Timeline → Scene: spans in rows that do not overlap, in whole ticks, ready to be packed and drawn.
+"""Timeline → Scene, spans in rows that do not overlap → packed bytes that the page's `Timeline.decode` reads.
 
 A row is one lane of one track of one rank. Spans of a track that overlap go to further lanes, the first that is free;
 a track with more than `MOST_LANES` at once draws the rest over each other in the last lane. Ranks stand in groups, one
 for each node where nodes are known.
+
+The packed bytes, gzipped: a 32-bit length, a header in JSON of that length, then the columns that it names. A column of
+width w is stored as w planes of bytes, the lowest first; starts are differences within their row. Level number k has
+runs: how many consecutive spans of a row are drawn as one block, because they are shorter than the level's resolution
+and lie in the same cell of that width. So a row never has more than about two blocks for each cell that is visible.
+Spans that do not fit in `most_bytes` are merged with their neighbours, the short ones first; the header has the total.
 """
 
+import gzip
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.report.windows import Windows, step_windows
-from offbeat.timeline import COMPUTE, NETWORK, Timeline
+from offbeat.report.steps import Steps, step_windows
+from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 from offbeat.timeline.critical import critical_positions
 
 MOST_LANES = 6
+MOST_BYTES = 12 * 2**20
+"""Limit for a packed scene; base64 adds a third, so that a report stays below 20 MB."""
+MOST_SPANS = 1_500_000
+"""More take a browser seconds to unpack."""
+LONGEST_NAME = 300
+_WORTHWHILE = 0.6
+"""A level is kept if it has at most this share of the blocks of the finer one."""
+_COARSEST_CELLS = 128
+_GZIP_LEVEL = 6
 _NANOSECOND = 1e-9
 _MOST_TICKS = 2**31
 """A trace longer than two seconds has coarser ticks than nanoseconds, so that every time fits in 32 bits."""
 
-Ticks = NDArray[np.int64]
+
+Ints = NDArray[np.int64]
+Ticks = Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +69,19 @@ class Scene:
     steps: tuple[tuple[float, float], ...]
     """When each step begins on the first rank and ends on the last, in seconds."""
     source: str
-    row: NDArray[np.int64]
+    row: Ints
     start: Ticks
     end: Ticks
     busy: Ticks
     """Ticks in which a span runs; less than its length where it stands for several."""
-    count: NDArray[np.int64]
+    count: Ints
     """Spans of the timeline that each stands for."""
     kind: NDArray[np.int8]
-    name: NDArray[np.int64]
-    bytes: NDArray[np.int64]
+    name: Ints
+    bytes: Ints
     queue: Ticks
     """One more than the ticks between being ready and starting; 0 where unknown."""
-    critical: NDArray[np.int64]
+    critical: Ints
     """A line (step, row, start, end) for each span of the critical paths, those of one step in time order."""
 
     def __len__(self) -> int:
@@ -71,18 +90,26 @@ class Scene:
 
 def make_scene(timeline: Timeline, nodes: Mapping[int, str] | None = None) -> Scene:
     """`nodes` has the node of each rank; ranks without one stand in a group without a name."""
-    _check(timeline)
-    origin, seconds = _extent(timeline)
+    for field, times in {"start": timeline.start, "end": timeline.end, "marks": timeline.marks}.items():
+        if not np.isfinite(times).all():
+            raise OffbeatError(f"timeline: {field}: a span has a time that is not finite")
+    times = np.concatenate([timeline.start, timeline.end, timeline.marks.ravel()])
+    origin, last = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
+    seconds = last - origin
     tick = max(_NANOSECOND, seconds / _MOST_TICKS)
     start = np.rint((timeline.start - origin) / tick).astype("i8")
     end = np.maximum(np.rint((timeline.end - origin) / tick).astype("i8"), start)
-    queue_seconds = np.maximum(np.nan_to_num(timeline.start - timeline.queued, nan=-1.0), -1.0)
-    queue = np.where(np.isnan(timeline.queued), 0, 1 + np.rint(np.maximum(queue_seconds, 0.0) / tick)).astype("i8")
+    queued = np.maximum(timeline.start - timeline.queued, 0.0)
+    queue = np.where(np.isnan(queued), 0, 1 + np.rint(np.nan_to_num(queued) / tick)).astype("i8")
     place = _rank_places(timeline, nodes or {})
     order, lane = _in_lanes(place, timeline.track, start, end)
     row, rows = _rows(timeline, nodes or {}, order, lane)
     row_of = np.empty(len(timeline), "i8")
     row_of[order] = row
+    paths = [
+        np.column_stack([np.full(len(found), step), row_of[found], start[found], end[found]])
+        for step, found in critical_by_step(timeline)
+    ]
     return Scene(
         names=timeline.names,
         rows=rows,
@@ -99,61 +126,36 @@ def make_scene(timeline: Timeline, nodes: Mapping[int, str] | None = None) -> Sc
         name=timeline.name[order].astype("i8"),
         bytes=np.maximum(timeline.bytes[order], 0),
         queue=queue[order],
-        critical=np.concatenate(
-            [np.empty((0, 4), "i8")]
-            + [
-                np.column_stack([np.full(len(found), step), row_of[found], start[found], end[found]])
-                for step, found in critical_by_step(timeline)
-            ]
-        ),
+        critical=np.concatenate([np.empty((0, 4), "i8"), *paths]),
     )
 
 
-def critical_by_step(timeline: Timeline) -> list[tuple[int, NDArray[np.int64]]]:
+def critical_by_step(timeline: Timeline) -> list[tuple[int, Ints]]:
     """(step, positions of its critical path) for each step; one entry where replay has found the path already."""
     if timeline.critical is not None:
         return [(0, timeline.critical)]
-    windows = Windows(timeline)
-    if not len(windows):
+    steps = Steps(timeline)
+    if not len(steps):
         return [(0, critical_positions(timeline))] if len(timeline) else []
     found = []
-    for step in range(len(windows)):
-        part = windows.part(step, step)
+    for step in range(len(steps)):
+        part = steps.part(step, step)
         if part is not None:
-            found.append((step, windows.positions(step, step)[critical_positions(part)]))
+            found.append((step, steps.positions(step, step)[critical_positions(part)]))
     return found
 
 
-def _check(timeline: Timeline) -> None:
-    for field in ("start", "end"):
-        if not np.isfinite(getattr(timeline, field)).all():
-            raise OffbeatError(f"timeline: {field}: a span has a time that is not finite")
-    if timeline.marks.size and not np.isfinite(timeline.marks).all():
-        raise OffbeatError("timeline: marks: a step begins at a time that is not finite")
-
-
-def _extent(timeline: Timeline) -> tuple[float, float]:
-    times = np.concatenate([timeline.start, timeline.end, timeline.marks.ravel()])
-    if not len(times):
-        return 0.0, 0.0
-    return float(times.min()), float(times.max() - times.min())
-
-
-def _rank_places(timeline: Timeline, nodes: Mapping[int, str]) -> NDArray[np.int64]:
+def _rank_places(timeline: Timeline, nodes: Mapping[int, str]) -> Ints:
     """For each span the place of its rank from top to bottom: nodes in the order of their first rank."""
     ranks, number = np.unique(timeline.rank, return_inverse=True)
     first: dict[str, int] = {}
     for rank in ranks.tolist():
         first.setdefault(nodes.get(rank, ""), rank)
-    places = np.empty(len(ranks), "i8")
-    by_node = sorted(range(len(ranks)), key=lambda at: (first[nodes.get(int(ranks[at]), "")], int(ranks[at])))
-    places[by_node] = np.arange(len(ranks))
-    return places[number]
+    first_of_node = np.array([first[nodes.get(rank, "")] for rank in ranks.tolist()], "i8")
+    return np.argsort(np.lexsort((ranks, first_of_node)))[number]
 
 
-def _in_lanes(
-    place: NDArray[np.int64], track: NDArray[np.int32], start: Ticks, end: Ticks
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _in_lanes(place: Ints, track: NDArray[np.int32], start: Ticks, end: Ticks) -> tuple[Ints, Ints]:
     """Order of the spans by place, track, lane and start; and the lane of each, in that order."""
     tracks = int(track.max(initial=0)) + 1
     queue = place * tracks + track
@@ -186,22 +188,145 @@ def _free_lanes(start: list[int], end: list[int]) -> list[int]:
     return lanes
 
 
-def _rows(
-    timeline: Timeline, nodes: Mapping[int, str], order: NDArray[np.int64], lane: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], tuple[Row, ...]]:
+def _rows(timeline: Timeline, nodes: Mapping[int, str], order: Ints, lane: Ints) -> tuple[Ints, tuple[Row, ...]]:
     """Row of each span in `order`, and the rows from top to bottom."""
     if not len(order):
         return np.empty(0, "i8"), ()
     rank, track = timeline.rank[order], timeline.track[order]
     new = np.ones(len(order), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (track[1:] != track[:-1]) | (lane[1:] != lane[:-1])
-    rows = tuple(
-        _row(int(rank[at]), timeline.tracks[track[at]], int(lane[at]), nodes) for at in np.flatnonzero(new).tolist()
+    rows = []
+    for at, number in zip(np.flatnonzero(new).tolist(), rank[new].tolist(), strict=True):
+        name = timeline.tracks[track[at]]
+        kind = "network" if name.startswith(NETWORK) else "compute" if name == COMPUTE else "other"
+        shown = f"link{name[len(NETWORK) :]}" if kind == "network" else name
+        rows.append(Row(f"rank {number} {shown}", nodes.get(number, ""), int(lane[at]), kind, number))
+    return np.cumsum(new) - 1, tuple(rows)
+
+
+def pack_timeline(timeline: Timeline, nodes: Mapping[int, str] | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+    """The timeline as the page draws it; `nodes` groups ranks by node."""
+    return pack_scene(make_scene(timeline, nodes), most_bytes)
+
+
+def pack_scene(scene: Scene, most_bytes: int = MOST_BYTES) -> bytes:
+    """At most `most_bytes` long, by merging short neighbours where needed."""
+    total, limit = len(scene), MOST_SPANS
+    while True:
+        if len(scene) > limit:
+            scene = _merged(scene, limit)
+        packed = _packed(scene, total)
+        if len(packed) <= most_bytes or len(scene) <= len(scene.rows):
+            return packed
+        limit = int(0.9 * len(scene) * most_bytes / len(packed))
+
+
+def levels(scene: Scene) -> list[tuple[int, Ints]]:
+    """(resolution in ticks, runs) of the levels worth having, from fine to coarse."""
+    found: list[tuple[int, Ints]] = []
+    resolution, last = 1, len(scene)
+    while resolution * _COARSEST_CELLS * scene.tick_seconds < scene.seconds and last > len(scene.rows):
+        runs = _runs(scene, resolution)
+        if len(runs) <= _WORTHWHILE * last:
+            found.append((resolution, runs))
+            last = len(runs)
+        resolution *= 2
+    return found
+
+
+def _runs(scene: Scene, resolution: int) -> Ints:
+    first = _first_of(scene.row, scene.start, scene.end, resolution)
+    return np.diff(np.append(first, len(scene)))
+
+
+def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
+    """Positions at which runs of short spans in the same row and cell begin."""
+    if not len(start):
+        return np.empty(0, "i8")
+    short = end - start < resolution
+    cell = start // resolution
+    joins = short[1:] & short[:-1] & (cell[1:] == cell[:-1]) & (row[1:] == row[:-1])
+    return np.flatnonzero(np.append(True, ~joins))
+
+
+def _merged(scene: Scene, limit: int) -> Scene:
+    """At most `limit` blocks, or one for each row where even that is more."""
+    resolution = 1
+    runs = _runs(scene, resolution)
+    while len(runs) > max(limit, len(scene.rows)) and resolution * scene.tick_seconds <= scene.seconds:
+        resolution *= 2
+        runs = _runs(scene, resolution)
+    first, run = np.cumsum(runs) - runs, np.repeat(np.arange(len(runs)), runs)
+    longest = np.lexsort((-scene.busy, run))[first]
+    return replace(
+        scene,
+        row=scene.row[first],
+        start=scene.start[first],
+        end=np.maximum.reduceat(scene.end, first),
+        busy=np.add.reduceat(scene.busy, first),
+        count=np.add.reduceat(scene.count, first),
+        bytes=np.add.reduceat(scene.bytes, first),
+        kind=scene.kind[longest],
+        name=scene.name[longest],
+        queue=np.where(np.add.reduceat(scene.count, first) == 1, scene.queue[first], 0),
+        critical=_merged_path(scene.critical, resolution),
     )
-    return np.cumsum(new) - 1, rows
 
 
-def _row(rank: int, track: str, lane: int, nodes: Mapping[int, str]) -> Row:
-    kind = "network" if track.startswith(NETWORK) else "compute" if track == COMPUTE else "other"
-    shown = f"link{track[len(NETWORK) :]}" if kind == "network" else track
-    return Row(label=f"rank {rank} {shown}", group=nodes.get(rank, ""), lane=lane, kind=kind, rank=rank)
+def _merged_path(critical: Ints, resolution: int) -> Ints:
+    step, row, start, end = critical.T
+    first = _first_of(row * (int(step.max(initial=0)) + 1) + step, start, end, resolution)
+    if not len(first):
+        return critical
+    return np.column_stack([step[first], row[first], start[first], np.maximum.reduceat(end, first)])
+
+
+def _packed(scene: Scene, total: int) -> bytes:
+    used, name = np.unique(scene.name, return_inverse=True)
+    begins_row = np.append(True, scene.row[1:] != scene.row[:-1])[: len(scene)]
+    columns: dict[str, tuple[NDArray, int]] = {
+        "rows": (np.bincount(scene.row, minlength=len(scene.rows)), 4),
+        "start": (np.where(begins_row, scene.start, np.diff(scene.start, prepend=0)), 4),
+        "length": (scene.end - scene.start, 4),
+        "idle": (np.maximum(scene.end - scene.start - scene.busy, 0), 4),
+        "kind": (scene.kind, 1),
+        "name": (name, 4),
+        "count": (scene.count, 4),
+        "bytes": (scene.bytes, 8),
+        "queue": (np.minimum(scene.queue, 2**32 - 1), 4),
+        "critical_step": (scene.critical[:, 0], 4),
+        "critical_row": (scene.critical[:, 1], 4),
+        "critical_start": (scene.critical[:, 2], 4),
+        "critical_length": (scene.critical[:, 3] - scene.critical[:, 2], 4),
+    }
+    resolutions = []
+    for number, (resolution, runs) in enumerate(levels(scene)):
+        columns[f"level{number}"] = (runs, 4)
+        resolutions.append(resolution * scene.tick_seconds)
+    header = {
+        "format": 1,
+        "source": scene.source,
+        "seconds": scene.seconds,
+        "tick": scene.tick_seconds,
+        "total": total,
+        "kinds": KINDS,
+        "names": [_shown(scene.names[number]) for number in used.tolist()],
+        "rows": [[_shown(row.label), _shown(row.group), row.lane, row.kind, row.rank] for row in scene.rows],
+        "steps": scene.steps,
+        "resolutions": resolutions,
+        "columns": [[key, width, len(column)] for key, (column, width) in columns.items()],
+    }
+    text = orjson.dumps(header)
+    parts = [len(text).to_bytes(4, "little"), text, *(_planes(column, width) for column, width in columns.values())]
+    return gzip.compress(b"".join(parts), compresslevel=_GZIP_LEVEL, mtime=0)
+
+
+def _shown(name: str) -> str:
+    # A lone surrogate, which a trace may hold, cannot be written as UTF-8.
+    name = name.encode("utf-8", "replace").decode()
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+
+
+def _planes(column: NDArray, width: int) -> bytes:
+    little = np.ascontiguousarray(column.astype(f"<u{width}"))
+    return little.view("u1").reshape(-1, width).T.tobytes()

@@ -1,25 +1,23 @@
 """A Session → its live page on 127.0.0.1: a page, its styles and scripts, and replays in JSON.
 
-Only this machine's browser is meant to come here, and other pages in that browser must not: the Host header must name
-this address (or a foreign name that resolves to it could read the page), the Origin must be the page's own, and every
-request for numbers carries the token that the page was given. Nothing of a request reaches the file system. Clients
-that are slow, silent or talk nonsense lose their connection and hold up nobody.
+The page is for the user who started the server. Other users of the machine can reach the port, so the address holds a
+random token, and a request without it is refused: the page and its assets carry it in their query, requests for numbers
+in a header. Other pages in the user's browser are kept out as well: the Host header must name this address (or a
+foreign name that resolves to it could read the page), and the Origin must be the page's own. Nothing of a request
+reaches the file system. Each client has a thread of its own, so that slow and silent ones hold up no other.
 """
 
 import errno
-import io
 import json
 import logging
 import secrets
-import socket
-import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any
 
 from offbeat import files
 from offbeat.errors import OffbeatError
@@ -27,12 +25,8 @@ from offbeat.report.live import Session, State
 from offbeat.report.page import asset
 
 HOST = "127.0.0.1"
-MOST_REQUEST_BYTES = 32 * 2**10
-"""Of a request with its headers and its body."""
 MOST_BODY_BYTES = 4 * 2**10
-MOST_CONNECTIONS = 64
-REQUEST_SECONDS = 10.0
-"""In which a client must have sent its whole request, and taken the whole reply."""
+MOST_UNREAD_BYTES = 256 * 2**10
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -53,39 +47,13 @@ ASSETS = {
     "/timeline.js": "text/javascript",
     "/live.js": "text/javascript",
 }
-ABOUT = "/api/about"
 _TOKEN_PLACE = "@TOKEN@"
+_CHECKED = ("Host", "Origin", "Sec-Fetch-Site", "Sec-Fetch-Mode", "Sec-Fetch-Dest")
+_CANNOT_LISTEN = {
+    errno.EADDRINUSE: "is taken by another program; name another, or 0 for any that is free",
+    errno.EACCES: "needs rights that you do not have; name one above 1023, or 0 for any that is free",
+}
 _log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-
-class Superseded(Exception):
-    """A newer call has taken the place of one that waited."""
-
-
-class Lane:
-    """Runs one call at a time; of those that wait only the newest gets its turn, the others are superseded."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._busy = False
-        self._newest = 0
-
-    def run(self, call: Callable[[], Result]) -> Result:
-        with self._changed:
-            self._newest += 1
-            mine = self._newest
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: mine != self._newest or not self._busy)
-            if mine != self._newest:
-                raise Superseded
-            self._busy = True
-        try:
-            return call()
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -93,83 +61,37 @@ class LiveServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MOST_CONNECTIONS
+    request_queue_size = 64
 
     def __init__(self, session: Session, port: int = 0) -> None:
         """`port` 0 takes a free one."""
         self.session = session
         self.token = secrets.token_urlsafe(24)
-        # Replays come first; what they are drawn with afterwards may wait, and a search takes seconds.
-        calls: dict[str, tuple[Callable[[State], Any], Lane]] = {
-            "replay": (session.replay, Lane()),
-            "memory": (session.memory, Lane()),
-            "rank": (session.rank, Lane()),
-            "search": (session.search, Lane()),
+        """Known to the user who started the server alone; it is in `url`, and in no reply but the page."""
+        # One call of each kind at a time; a search, which takes seconds, holds up no replay.
+        self.calls: dict[str, tuple[Callable[[State], Any], Lock]] = {
+            f"/api/{name}": (getattr(session, name), Lock()) for name in ("about", "replay", "memory", "rank", "search")
         }
-        self.calls = {f"/api/{name}": call for name, call in calls.items()}
-        self._reading: dict[socket.socket, float] = {}
-        """Connections whose request has not come in whole, with the moment by which it must."""
-        self._open = 0
-        self._lock = threading.Lock()
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as error:
-            raise OffbeatError(_cannot_listen(port, error)) from None
+            known = _CANNOT_LISTEN.get(getattr(error, "errno", 0))
+            raise OffbeatError(f"--port: {port} {known or f'is refused: {error}'}") from None
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        """The page's address, for the user alone."""
+        return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
     def server_bind(self) -> None:
         # HTTPServer's own looks up the machine's full name, which takes seconds where no name server answers.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            crowded = self._open >= MOST_CONNECTIONS
-            oldest = min(self._reading, key=self._reading.__getitem__, default=None) if crowded else None
-            self._open += 1
-            self._reading[request] = time.monotonic() + REQUEST_SECONDS
-        if oldest is not None:
-            _hang_up(oldest)
-        super().process_request(request, client_address)
-
-    def request_read(self, request: Any) -> None:
-        """The request has come in whole; it may now take as long as it takes."""
-        with self._lock:
-            self._reading.pop(request, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open -= 1
-            self._reading.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            late = [request for request, until in self._reading.items() if until < now]
-        for request in late:
-            _hang_up(request)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A client that left in mid-sentence is no news.
+        # Clients may leave at any time.
         _log.debug("the live page lost a client", exc_info=True)
-
-
-@contextmanager
-def serving(session: Session, port: int = 0) -> Generator[LiveServer, None, None]:
-    """The page in the background, for as long as the block runs."""
-    with LiveServer(session, port) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(REQUEST_SECONDS)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -177,31 +99,24 @@ class Handler(BaseHTTPRequestHandler):
 
     server: LiveServer
     server_version, sys_version = "offbeat", ""
-    timeout = REQUEST_SECONDS
-    request_version, requestline, command, close_connection = "HTTP/1.0", "", "", True
+    timeout = 10.0
+    """Seconds for which a client may be silent before it loses its connection."""
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_Limited(self.connection, MOST_REQUEST_BYTES))
-
-    def handle(self) -> None:
-        try:
-            self.handle_one_request()
-        except _TooLongError:
-            self._reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "text/plain", b"the request is too long\n")
-        except (OSError, ValueError):
-            # The client is gone, or its headers cannot be decoded.
-            return
-        finally:
-            _drain(self.connection)
+    def finish(self) -> None:
+        """Reads what a refused client has sent: closing with unread bytes resets the connection and loses the reply."""
+        super().finish()
+        self.connection.setblocking(False)
+        with suppress(OSError):
+            self.connection.recv(MOST_UNREAD_BYTES)
 
     def do_GET(self) -> None:
         if not self._is_ours():
             return
-        self.server.request_read(self.request)
-        path = self.path.partition("?")[0]
-        if path == "/":
+        path, _, query = self.path.partition("?")
+        name, _, given = query.partition("=")
+        if name != "token" or not self._is_token(given):
+            self._refuse(HTTPStatus.FORBIDDEN, "token: open the whole address that offbeat view has printed")
+        elif path == "/":
             page = asset("live.html").replace(_TOKEN_PLACE, self.server.token)
             self._reply(HTTPStatus.OK, "text/html", page.encode())
         elif path in ASSETS:
@@ -212,35 +127,41 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if not self._is_ours():
             return
-        token = self.headers.get("X-Offbeat-Token", "")
-        if not secrets.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
+        if not self._is_token(self.headers.get("X-Offbeat-Token", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "token: it is not this page's; load the page again")
         elif self.headers.get_content_type() != "application/json":
             self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type: it must be application/json")
-        elif self.path != ABOUT and self.path not in self.server.calls:
+        elif self.path not in self.server.calls:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
             self._answer()
 
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode())
+
     def _is_ours(self) -> bool:
-        """Whether the request was meant for this address and comes from this page or from nobody's."""
+        """Whether the request names this address and comes from this page or from no page."""
         given = {name: [value.strip().lower() for value in self.headers.get_all(name, [])] for name in _CHECKED}
         origins = {f"http://{host}" for host in self.server.hosts}
         if len(given["Host"]) != 1 or given["Host"][0] not in self.server.hosts:
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, f"Host: this page is at {self.server.url}")
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, f"Host: this page is at {HOST}:{self.server.server_port}")
         elif any(origin not in origins for origin in given["Origin"]):
             self._refuse(HTTPStatus.FORBIDDEN, "Origin: another site's requests are not answered")
-        elif any(site not in ("same-origin", "none") for site in given["Sec-Fetch-Site"]):
-            self._refuse(HTTPStatus.FORBIDDEN, f"this page is opened by its address, {self.server.url}, not by a link")
+        elif not ({"same-origin", "none"}.issuperset(given["Sec-Fetch-Site"]) or self._is_opened(given)):
+            self._refuse(HTTPStatus.FORBIDDEN, "Sec-Fetch-Site: another site's requests are not answered")
         else:
             return True
         return False
 
+    def _is_opened(self, given: dict[str, list[str]]) -> bool:
+        """Whether the browser opens the page in a window of its own; anyone who knows the token may link to it."""
+        opened = given["Sec-Fetch-Mode"] == ["navigate"] and given["Sec-Fetch-Dest"] == ["document"]
+        return opened and self.command == "GET"
+
     def _answer(self) -> None:
-        """Replies with what the session says; a state that it refuses is an answer, not a failed request."""
+        """Replies with the session's answer; a state that it refuses is an answer, not a failed request."""
         try:
-            raw = self._body()
-            state = State.read(raw)
+            state = State.read(self._body())
         except OffbeatError as error:
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
@@ -253,13 +174,10 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(HTTPStatus.OK, "application/json", content)
 
     def _asked(self, state: State) -> dict[str, Any]:
-        if self.path == ABOUT:
-            return self.server.session.about()
-        call, lane = self.server.calls[self.path]
+        call, lock = self.server.calls[self.path]
         try:
-            return lane.run(lambda: call(state))
-        except Superseded:
-            return {"superseded": True}
+            with lock:
+                return call(state)
         except OffbeatError as error:
             return {"refused": str(error)}
 
@@ -271,7 +189,6 @@ class Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdecimal() and int(length[:9]) <= MOST_BODY_BYTES):
             raise OffbeatError(f"Content-Length: it must be a number of at most {MOST_BODY_BYTES}")
         content = self.rfile.read(int(length))
-        self.server.request_read(self.request)
         if len(content) < int(length):
             raise ConnectionError("the client left before the end of its request")
         return files.parse_json(content, "request", "state")
@@ -285,7 +202,6 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(status, "application/json", json.dumps({"error": why}).encode())
 
     def _reply(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self.server.request_read(self.request)
         # A client that asks in HTTP/0.9 gets a reply with headers all the same.
         self.request_version = self.protocol_version
         self.send_response(status)
@@ -298,57 +214,3 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
-
-
-class _TooLongError(Exception):
-    """A request has more bytes than any of this page's has."""
-
-
-class _Limited(io.RawIOBase):
-    """A socket that can be read so many bytes."""
-
-    def __init__(self, connection: socket.socket, most_bytes: int) -> None:
-        self._connection = connection
-        self._left = most_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self._left <= 0:
-            raise _TooLongError
-        count = self._connection.recv_into(memoryview(buffer)[: self._left])
-        self._left -= count
-        return count
-
-
-_CHECKED = ("Host", "Origin", "Sec-Fetch-Site")
-
-
-def _drain(connection: socket.socket) -> None:
-    """Takes what a refused client has sent: a socket closed with bytes unread resets, and the client misses why."""
-    try:
-        connection.settimeout(0.0)
-        for _ in range(8):
-            if not connection.recv(MOST_REQUEST_BYTES):
-                break
-    except OSError:
-        return
-    finally:
-        connection.settimeout(REQUEST_SECONDS)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        # It was closed in the meantime.
-        return
-
-
-def _cannot_listen(port: int, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"--port: {port} is taken by another program; name another, or 0 for any that is free"
-    if isinstance(error, OSError) and error.errno == errno.EACCES:
-        return f"--port: {port} needs rights that you do not have; name one above 1023, or 0 for any that is free"
-    return f"--port: cannot listen on {port}: {error}"

@@ -1,12 +1,14 @@
 """Buffers of rank 0 → buffers of every rank, before each training forward.
 
 As DDP's broadcast_buffers: running statistics are rank 0's everywhere. The broadcast leaves when backward ends and is
-received before the next forward, so that nobody waits for it.
+received before the next forward, so that nobody waits for it. Where buffers have changed in between, which happens at
+the same points of the training loop on every rank, they are sent once more.
 """
 
 import torch
 
-from offbeat.runtime.channel import Channel, Work, wait
+from offbeat.runtime.comm import Channel, Work
+from offbeat.torch_private import version_of
 
 
 class BufferKeeper:
@@ -25,6 +27,13 @@ class BufferKeeper:
             for dtype, buffers in self.by_dtype.items()
         }
         self.works: list[Work] = []
+        self.due = True
+        """Whether the next forward shares them."""
+        self.versions = self._versions()
+        """Of each buffer when it was last sent or received, as torch counts changes."""
+
+    def _versions(self) -> list[int]:
+        return [version_of(buffer) for buffers in self.by_dtype.values() for buffer in buffers]
 
     @torch.no_grad()
     def send(self) -> None:
@@ -36,6 +45,12 @@ class BufferKeeper:
             if self.here:
                 torch.cat([buffer.reshape(-1) for buffer in self.by_dtype[dtype]], out=flat)
             self.works.append(self.channel.broadcast(flat, self.root))
+        self.versions = self._versions()
+
+    def share(self) -> None:
+        """Sends rank 0's present values, unless those that are under way or have arrived are the same."""
+        if self._versions() != self.versions:
+            self.send()
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -43,12 +58,10 @@ class BufferKeeper:
         if not self.works:
             return
         for work in self.works:
-            wait(work)
+            work.wait()
         self.works.clear()
-        if self.here:
-            return
-        for dtype, flat in self.flat.items():
-            offset = 0
-            for buffer in self.by_dtype[dtype]:
-                buffer.copy_(flat[offset : offset + buffer.numel()].view_as(buffer))
-                offset += buffer.numel()
+        for dtype, flat in self.flat.items() if not self.here else ():
+            buffers = self.by_dtype[dtype]
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))
+        self.versions = self._versions()

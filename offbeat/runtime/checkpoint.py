@@ -5,40 +5,56 @@ put together from their parts when the state is saved, and taken apart when it i
 every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch.optim import Optimizer
 
-from offbeat.runtime.channel import wait
-from offbeat.runtime.updates import Unit, UnitOptimizer
+from offbeat.runtime.unit_optimizer import Unit
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
+
+Held = tuple[Unit, dict[str, Any]]
+"""A unit and the optimizer's state for it."""
 
 
 def gather_state(engine: "Engine") -> dict[str, Any]:
     """The optimizer's state dict as a single device would have it."""
     engine.settle_all()
-    whole = engine.optimizer_class.state_dict(engine.optimizer)
+    with _without_strays(engine.optimizer):
+        whole = engine.optimizer_class.state_dict(engine.optimizer)
     spread = _spread_variables(engine)
     if not spread:
         return whole
-    names = {id(parameter): name for name, parameter in engine.parameters.items()}
-    held: dict[str, list[tuple[Unit, dict[str, Any]]]] = {}
-    for unit, state in _units(engine):
-        held.setdefault(names[id(unit.parameter)], []).append((unit, state))
-    kinds = _agreed_kinds({name: parts[0] for name, parts in held.items()})
-    index = _state_index(engine)
+    held = _held(engine)
+    mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
+    # What this rank holds nothing of, another may.
+    kinds = {name: keys for one in engine.channels.world.all_gather_object(mine) for name, keys in one.items()}
+    ordered = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): number for number, parameter in enumerate(ordered)}
     for name in spread:
-        if name in kinds:
-            parameter = engine.parameters[name]
-            parts = held.get(name, [])
+        parameter = engine.parameters[name]
+        if name in kinds and id(parameter) in index:
             whole["state"][index[id(parameter)]] = {
-                key: _assemble(engine, parameter, parts, key, kind) for key, kind in sorted(kinds[name].items())
+                key: _assemble(engine, parameter, held[name], key, kind) for key, kind in sorted(kinds[name].items())
             }
+    whole["state"] = dict(sorted(whole["state"].items()))
     return whole
+
+
+@contextmanager
+def _without_strays(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Sets the state of parameters aside that the training loop has taken out of the optimizer's groups."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strays = {key: optimizer.state.pop(key) for key in list(optimizer.state) if id(key) not in held}
+    try:
+        yield
+    finally:
+        optimizer.state.update(strays)
 
 
 def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
@@ -46,54 +62,63 @@ def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
     engine.settle_all()
     base = engine.optimizer
     engine.optimizer_class.load_state_dict(base, whole)
-    for optimizer in engine.unit_optimizers():
+    _densify(engine)
+    for optimizer in engine.updates.optimizers():
         if not optimizer.own_state:
             optimizer.optimizer.state = base.state
             continue
         for unit in optimizer.units:
             state = base.state.get(unit.parameter, {})
             optimizer.optimizer.state[unit.tensor] = {key: _part(unit, key, value) for key, value in state.items()}
-    kept = {id(u.tensor) for o in engine.unit_optimizers() if not o.own_state for u in o.units}
+    kept = {id(u.tensor) for o in engine.updates.optimizers() if not o.own_state for u in o.units}
     for name in _spread_variables(engine):
         if id(engine.parameters[name]) not in kept:
             base.state.pop(engine.parameters[name], None)
 
 
+def _densify(engine: "Engine") -> None:
+    """SGD's momentum of a sparse gradient is sparse, and cannot be added to where gradients arrive dense.
+
+    Spread variables get dense state too, as it is put together.
+    """
+    sparse = {name for m in engine.plan.messages if m.synchronizer == "sparse_all_gather" for name in m.variables}
+    dense = set(_spread_variables(engine)).union(engine.parameters.keys() - sparse)
+    for name in dense:
+        state = engine.optimizer.state.get(engine.parameters[name], {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+                state[key] = value.to_dense()
+
+
 def _spread_variables(engine: "Engine") -> list[str]:
-    """Variables whose state is not whole on every replica."""
-    return sorted({name for parcel in engine.parcels if not parcel.replicated for name in parcel.message.variables})
+    """Variables whose state is not whole on every replica, or is kept apart with that of such variables."""
+    names = {id(parameter): name for name, parameter in engine.parameters.items()}
+    apart = {names[id(unit.parameter)] for each in engine.updates.optimizers() if each.own_state for unit in each.units}
+    served = {name for each in engine.synchronisers if not each.replicated for name in each.message.variables}
+    return sorted(apart | served)
 
 
-def _units(engine: "Engine") -> Iterator[tuple[Unit, dict[str, Any]]]:
-    """Units of spread variables with their state; of those that all replicas hold, the first replica's only."""
+def _held(engine: "Engine") -> dict[str, list[Held]]:
+    """What this rank holds of spread variables; of what all replicas hold, the first replica's only."""
+    names = {id(parameter): name for name, parameter in engine.parameters.items()}
     first = engine.plan.rank == engine.plan.replicas[0]
-    owned = list(engine.owned.values())
-    for optimizer in engine.unit_optimizers():
+    owned = list(engine.owners.optimizers.values())
+    held: dict[str, list[Held]] = defaultdict(list)
+    for optimizer in engine.updates.optimizers():
         if optimizer in owned or (optimizer.own_state and first):
-            yield from _with_state(optimizer)
+            for unit in optimizer.units:
+                state = optimizer.optimizer.state.get(unit.tensor)
+                if state:
+                    held[names[id(unit.parameter)]].append((unit, state))
+    return held
 
 
-def _with_state(optimizer: UnitOptimizer) -> Iterator[tuple[Unit, dict[str, Any]]]:
-    for unit in optimizer.units:
-        state = optimizer.optimizer.state.get(unit.tensor)
-        if state:
-            yield unit, state
-
-
-def _agreed_kinds(mine: dict[str, tuple[Unit, dict[str, Any]]]) -> dict[str, dict[str, str]]:
-    """For each variable and key: 'tensor' (of the variable's shape), 'count' (a number in a tensor) or 'none'."""
-    kinds = {
-        name: {key: _kind(key, value, unit) for key, value in state.items()} for name, (unit, state) in mine.items()
+def _kinds(unit: Unit, state: dict[str, Any]) -> dict[str, str]:
+    """For each key 'tensor' (of the variable's shape), 'count' (a number in a tensor) or 'none'."""
+    return {
+        key: "none" if value is None else "tensor" if _is_piece(key, value, unit.tensor) else "count"
+        for key, value in state.items()
     }
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, kinds)
-    return {name: keys for one in everybodys for name, keys in one.items()}
-
-
-def _kind(key: str, value: Any, unit: Unit) -> str:
-    if value is None:
-        return "none"
-    return "tensor" if _is_piece(key, value, unit.tensor) else "count"
 
 
 def _is_piece(key: str, value: Any, like: torch.Tensor) -> bool:
@@ -101,9 +126,7 @@ def _is_piece(key: str, value: Any, like: torch.Tensor) -> bool:
     return key != "step" and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _assemble(
-    engine: "Engine", parameter: torch.nn.Parameter, parts: list[tuple[Unit, dict[str, Any]]], key: str, kind: str
-) -> Any:
+def _assemble(engine: "Engine", parameter: torch.nn.Parameter, parts: list[Held], key: str, kind: str) -> Any:
     if kind == "none":
         return None
     channel = engine.channels.control
@@ -111,14 +134,14 @@ def _assemble(
         number = max((float(state[key]) for _, state in parts), default=0.0)
         counts = torch.tensor([number], dtype=torch.float64, device=parameter.device)
         gathered = counts.new_empty(channel.size)
-        wait(channel.all_gather(gathered, counts))
+        channel.all_gather(gathered, counts).wait()
         return gathered.max().to(torch.float32).cpu()
     whole = torch.zeros_like(parameter, requires_grad=False)
     for unit, state in parts:
         value = state[key]
         unit.write(whole, value.to_dense() if value.layout != torch.strided else value)
     if channel.size > 1:
-        wait(channel.all_reduce(whole))
+        channel.all_reduce(whole).wait()
     return whole
 
 
@@ -126,9 +149,3 @@ def _part(unit: Unit, key: str, value: Any) -> Any:
     if _is_piece(key, value, unit.parameter):
         return unit.read(value).clone().view_as(unit.tensor)
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _state_index(engine: "Engine") -> dict[int, int]:
-    """The number a state dict gives each parameter."""
-    ordered = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    return {id(parameter): index for index, parameter in enumerate(ordered)}

@@ -1,148 +1,145 @@
-"""A model, its optimizer and a plan → the same model and optimizer, training on all ranks.
-
-Model and optimizer stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and
-`isinstance` go on as before.
-"""
+"""A model, its optimizer and a plan → the same model and optimizer, training on all ranks."""
 
 import copy
-import gc
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.plan import Message, Plan
-from offbeat.runtime import beacon
-from offbeat.runtime.asynchronous import AsyncParcel
+from offbeat.graph import ModelGraph
+from offbeat.graph.skeleton import skeleton
+from offbeat.plan import Plan, lower
 from offbeat.runtime.buffers import BufferKeeper
-from offbeat.runtime.channel import Channels
 from offbeat.runtime.checkpoint import gather_state, scatter_state
-from offbeat.runtime.encoders import make_encoder
+from offbeat.runtime.comm import Channel, Channels, Key, World, torch_world
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
+from offbeat.runtime.handle import Decision
+from offbeat.runtime.lazy import AliasCheck, can_be_lazy
+from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
-from offbeat.runtime.parcels import EncodedParcel, EncodedServerParcel, Parcel, ServerParcel, ShardedParcel
-from offbeat.runtime.retime import Retimer
-from offbeat.runtime.row_parcels import FactorParcel, SparseParcel, SparseServerParcel
-from offbeat.runtime.stale import StaleParcel, StaleServerParcel
-from offbeat.runtime.updates import elementwise, per_variable
+from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
+from offbeat.runtime.retime import Retimer, fit_link
+from offbeat.runtime.structure import Structure, watch_structure
+from offbeat.runtime.sync import make_synchronisers
+from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
+from offbeat.strategy import transfer
+from offbeat.timeline import Timeline
+from offbeat.torch_private import has_step_hooks, hooks_of, is_flat_parameter, keep_counting, uncompiled
 
 log = logging.getLogger("offbeat")
-_COUNTED = "_wrapped_by_lr_sched"
-"""How torch's schedulers mark the step() that they count by."""
-
-_SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
-_generation = 0
-
-
-class DistributedModel:
-    """What distribute() adds to a model's class."""
-
-    _offbeat: "Runtime"
-
-    @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backward passes inside stay local and accumulate, as with DDP."""
-        engine = self._offbeat.engine
-        before, engine.sync = engine.sync, False
-        try:
-            yield
-        finally:
-            engine.sync = before
-
-    def flush(self) -> None:
-        """Waits for outstanding updates, stale ones included, so that every parameter holds its newest value."""
-        self._offbeat.engine.drain()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        # Whoever walks over the parameters may read them.
-        self._offbeat.engine.settle_all()
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A plain model with the newest values, which takes no part in the job."""
-        return self._offbeat.plain_copy(memo)
-
-    @property
-    def offbeat_mode(self) -> str:
-        """'deferred' or 'barrier'."""
-        return self._offbeat.engine.mode
-
-
-class DistributedOptimizer:
-    """What distribute() adds to an optimizer's class."""
-
-    _offbeat: "Runtime"
-
-    def step(self, closure: Any = None) -> Any:
-        engine = self._offbeat.engine
-        if closure is None:
-            engine.step()
-            return None
-        engine.need_barrier("step() is given a closure")
-        if not engine.all_replicated:
-            raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
-        engine.settle_all()
-        result = engine.optimizer_class.step(self, closure)
-        engine.synced = False
-        return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._offbeat.engine.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As a single device's; where a strategy spreads state over ranks, every rank must call it."""
-        return gather_state(self._offbeat.engine)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        scatter_state(self._offbeat.engine, state_dict)
 
 
 class Runtime:
     """Everything distribute() attaches to a model and an optimizer."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        timeout: timedelta,
+        world: World | None = None,
+        find_unused: bool | None = None,
+    ) -> None:
+        """`world` is the job; the default process group's if it is not given."""
+        self.world = world or torch_world()
+        _check_unwrapped(model)
+        for target in (model, optimizer):
+            attached = vars(target).get("_offbeat")
+            if attached is not None:
+                attached.release()
         self.model = model
         self.model_class: Any = type(model)
         self.optimizer = optimizer
         self.optimizer_class = type(optimizer)
         self.timeout = timeout
+        self.find_unused = find_unused
+        self.history: list[Decision] = []
+        """What was tried while training went on."""
+        self.quiet = False
+        """Decisions are kept, and not printed."""
+        self.predict: Callable[[Plan], Timeline] | None = None
+        """How a plan would run in this job, once its steps have been recorded."""
+        self.settled = True
+        """Whether no other plan is being looked for."""
+        self.link: tuple[float, float] | None = None
+        """(seconds per all-reduce, seconds per byte) on an idle link, once they have been measured."""
+        self.steps = 0
+        """Steps taken, by all plans together."""
+        self.step_hooks: list[Callable[[], None]] = [self._count_step]
+        """Called at the end of every step, whatever the plan."""
+        self.before_forward: list[Callable[[], None]] = [self.share_buffers, self._fit_model]
+        """Called before every forward of the model, whatever the plan."""
+        self.refit_hooks: list[Callable[[ModelGraph], None]] = []
+        """Called with the new graph when the training loop has changed the model."""
+        self.opened: dict[Key, Channel] = {}
+        """The channels of all plans so far."""
         self.parameters = _variables(model, plan)
         mode, reason = self._check(plan)
-        beacon.light(plan.replicas)
-        share_state(model)
+        self.world.watch(plan.replicas)
+        share_state([*model.parameters(), *model.buffers()], self.world)
         self._attach(plan, mode, reason)
-        apply_memory_strategy(model, plan.strategy, self.engine)
+        self.undo = apply_memory_strategy(model, plan.strategy, lambda: self.engine)
         self._mix_in()
-        self.engine.step_hooks.append(self._after_first_step)
+        watch_structure()
+        close_at_exit(self)
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        if self.gate.watched and self.engine.wanted_mode == "barrier":
+            self.gate.let_pass()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: the one it was made with, or the one with the order that was found since."""
+        return self.engine.plan
 
     def _check(self, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
-        _check_optimizer(plan, self.optimizer_class)
-        _check_stations(plan)
-        _check_ranks_agree(plan)
+        _check_messages(plan, self.optimizer_class)
+        _check_ranks_agree(plan, self.world)
         return choose_mode(self.model, self.optimizer, self.optimizer_class, plan)
 
-    def _attach(self, plan: Plan, mode: Literal["deferred", "barrier"], reason: str) -> None:
-        self.plan = plan
-        channels = Channels(plan, dist.get_backend(), self.timeout, _next_generation())
-        parcels = make_parcels(self.model, plan, channels, self.parameters, self.optimizer_class)
-        self.engine = Engine(plan, parcels, self.parameters, self.optimizer, self.optimizer_class, channels, mode)
+    def _attach(
+        self,
+        plan: Plan,
+        mode: Literal["deferred", "barrier"],
+        reason: str,
+        before: AliasCheck | None = None,
+    ) -> None:
+        """Makes an engine for the plan; `before` knows who else held views of parameters under the last one."""
+        channels = Channels(plan, self.world, self.timeout, self.opened)
+        synchronisers = make_synchronisers(self.model, plan, channels, self.parameters, self.optimizer_class)
+        self.engine = Engine(
+            plan,
+            synchronisers,
+            self.parameters,
+            self.optimizer,
+            self.optimizer_class,
+            channels,
+            mode,
+            self.find_unused,
+            AliasCheck(self.parameters.values(), before),
+        )
+        self.engine.step_hooks = self.step_hooks
         self.gate = ForwardGate(self.model, self.engine)
         self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
         self.engine.backward_hooks.append(self.buffers.send)
-        self.gate.before_forward.append(self._receive_buffers)
+        self.gate.before_forward = self.before_forward
         self.retimer: Retimer | None = None
-        if mode == "deferred" or not self.engine.all_replicated:
-            self.engine.attach_guards()
+        self.structure = Structure(self.model, self.optimizer)
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        self.engine.watch_parameters(frozen, lazy=mode == "deferred" or not self.engine.all_replicated)
+        self.step_hooks.append(self._after_first_step)
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
     def switch(self, plan: Plan) -> None:
@@ -158,129 +155,140 @@ class Runtime:
         old, gate = self.engine, self.gate
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
-        old.drain()
-        self._receive_buffers()
-        state = gather_state(old)
-        old.detach()
-        gate.detach()
-        self._attach(plan, mode, reason)
+        state = self._detach()
+        self.parameters = _variables(self.model, plan)
+        self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
-        self.engine.bound_by_loop = old.bound_by_loop
+        self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         scatter_state(self.engine, state)
-        self.engine.step_hooks.append(self._after_first_step)
         self._after_first_step()
-        del old, gate
-        # An engine refers to itself through its hooks, and its buffers are as large as the model.
-        gc.collect()
+        # The two refer to each other, and the engine's buffers are as large as the model: they must go now. To collect
+        # all garbage would take longer than a step.
+        del old.arrivals.engine
 
-    def _receive_buffers(self) -> None:
+    def _detach(self) -> dict[str, Any]:
+        """Takes the engine off model and optimizer; returns the optimizer's state as a single device has it."""
+        self.engine.drain()
+        self.engine.gradients.publish_all()
+        self.share_buffers()
+        state = gather_state(self.engine)
+        for hook in (self._after_first_step, self.retimer and self.retimer.after_step):
+            if hook in self.step_hooks:
+                self.step_hooks.remove(hook)
+        self.engine.detach()
+        self.gate.detach()
+        return state
+
+    def release(self) -> None:
+        """Makes model and optimizer what they were before distribute(); every rank must call it."""
+        state = self._detach()
+        self.engine.channels.close()
+        for undo in self.undo:
+            undo()
+        self.model.__class__, self.optimizer.__class__ = self.model_class, self.optimizer_class
+        self.optimizer.load_state_dict(state)
+        vars(self.optimizer).pop("step", None)
+        del self.model._offbeat, self.optimizer._offbeat
+
+    def close(self, deadline: float) -> None:
+        """Lets go of the network before the interpreter ends; nothing is applied any more."""
+        self.engine.close(deadline)
+
+    def _fit_model(self) -> None:
+        """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
+        if not self.structure.changed(self.engine) or not torch.is_grad_enabled():
+            return
+        graph = skeleton(self.model)
+        if not graph.variables:
+            return
+        before = self.plan.strategy
+        kept = {aspect: getattr(before, aspect) for aspect in ("recompute", "fusion", "accumulation", "weights")}
+        strategy = transfer(before, graph, self.plan.cluster).model_copy(update=kept | {"graph": "", "cluster": ""})
+        log.info("offbeat plans anew: the training loop has changed the model or its optimizer")
+        known = set(map(id, self.structure.tensors))
+        share_state([t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in known], self.world)
+        self.switch(lower(graph, self.plan.cluster, strategy, rank=self.plan.rank))
+        for hook in self.refit_hooks:
+            hook(graph)
+
+    def share_buffers(self) -> None:
+        """Before a forward: every rank has rank 0's buffers. As with DDP, not after a forward inside no_sync()."""
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
+            if self.model.training and self.buffers.due:
+                self.buffers.share()
             self.buffers.receive()
+        self.buffers.due = self.engine.arrivals.synchronise
 
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""
         engine = self.engine
         if not self.gate.watched:
             return
-        engine.step_hooks.remove(self._after_first_step)
+        self.step_hooks.remove(self._after_first_step)
         if engine.wanted_mode == "deferred":
             engine.set_mode("deferred", "updates wait until a module needs them")
-        if self.plan.strategy.schedule.policy != "explicit" and len(self.plan.replicas) > 1:
-            device = next(iter(self.parameters.values())).device
-            self.retimer = Retimer(engine, self.gate.use_order, device)
-            engine.step_hooks.append(self.retimer.after_step)
+        # Asynchronous messages have no order, and their ranks must not wait for each other.
+        ordered = any(not message.asynchronous for message in self.plan.messages)
+        if self.plan.strategy.schedule.policy != "explicit" and len(self.plan.replicas) > 1 and ordered:
+            self.link = self.link or fit_link(engine.channels.control, self.device)
+            self.retimer = Retimer(engine, self.gate.use_order, self.device, self.link)
+            self.step_hooks.append(self.retimer.after_step)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return next(iter(self.parameters.values())).device
 
     def _mix_in(self) -> None:
-        for target, mixin in ((self.model, DistributedModel), (self.optimizer, DistributedOptimizer)):
+        for target, mixin in ((self.model, OuterModel), (self.optimizer, DistributedOptimizer)):
             target._offbeat = self
-            target.__class__ = type(type(target).__name__, (mixin, type(target)), {})
-        _keep_counting(self.optimizer)
-        self._handles = [
-            self.model.register_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
-            self.model.register_load_state_dict_pre_hook(lambda *_: self.engine.settle_all()),
-            self.model.register_load_state_dict_post_hook(lambda *_: self.engine.take_values()),
-        ]
+            target.__class__ = with_mixin(mixin, type(target))
+        keep_counting(self.optimizer)
 
     def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the model without the hooks and classes that distribute() gave it."""
-        self.engine.settle_all()
         # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
-        for kept in (self, self.engine, self.gate, *self.engine.parcels):
+        for kept in (self, self.engine, self.gate, *self.engine.synchronisers):
             memo[id(kept)] = kept
         copied = self.model_class.__new__(self.model_class)
         memo[id(self.model)] = copied
         for name, value in self.model.__dict__.items():
             if name != "_offbeat" and not isinstance(value, MicroBatches):
                 copied.__dict__[name] = copy.deepcopy(value, memo)
-        hooks = [parcel.hook for parcel in self.engine.parcels if isinstance(parcel, FactorParcel)]
-        ours = {handle.id for handle in (*self._handles, *self.gate.handles, *hooks)}
+        others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
+        ours = {handle.id for handle in (*self.gate.handles, *others)}
         for module in copied.modules():
-            for name, value in module.__dict__.items():
-                if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-                    for number in ours & value.keys():
-                        del value[number]
+            for hooks in hooks_of(module):
+                for number in ours & hooks.keys():
+                    del hooks[number]
         return copied
 
-
-def make_parcels(
-    model: torch.nn.Module,
-    plan: Plan,
-    channels: Channels,
-    parameters: dict[str, torch.nn.Parameter],
-    optimizer_class: type[Optimizer],
-) -> list[Parcel]:
-    """One parcel per message, of the kind its synchroniser and encoder ask for."""
-    assert plan.rank is not None
-    share = plan.weights[plan.replicas.index(plan.rank)]
-    return [
-        _make_parcel(model, plan, message, channels, parameters, optimizer_class, share) for message in plan.messages
-    ]
+    def plain_optimizer(self) -> Optimizer:
+        """The optimizer as it would be without distribute(), on the same parameters."""
+        state = gather_state(self.engine)
+        plain = twin(self.optimizer, self.optimizer_class)
+        for name in ("_offbeat", "step"):
+            vars(plain).pop(name, None)
+        plain.param_groups = [{**group, "params": list(group["params"])} for group in self.optimizer.param_groups]
+        plain.state = defaultdict(dict)
+        plain.load_state_dict(state)
+        return plain
 
 
-def _make_parcel(
-    model: torch.nn.Module,
-    plan: Plan,
-    message: Message,
-    channels: Channels,
-    parameters: dict[str, torch.nn.Parameter],
-    optimizer_class: type[Optimizer],
-    share: float,
-) -> Parcel:
-    assert plan.rank is not None
-    common = (message, parameters, channels, plan.rank, share)
-    first = parameters[message.pieces[0].variable]
-    variable = plan.graph.variable(message.pieces[0].variable)
-    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
-    encoder = make_encoder(
-        message.encoder,
-        [piece.shape for piece in message.pieces],
-        first.dtype,
-        first.device,
-        seed=message.index,
-        world=len(plan.replicas),
-        rank=plan.replicas.index(plan.rank),
-    )
-    if message.asynchronous:
-        return AsyncParcel(*common)
-    if message.staleness:
-        return StaleParcel(*common) if message.synchronizer == "all_reduce" else StaleServerParcel(*common)
-    match message.synchronizer:
-        case "sparse_all_gather":
-            return SparseParcel(variable, densify, *common)
-        case "sparse_parameter_server":
-            return SparseServerParcel(variable, densify, *common)
-        case "factor_broadcast":
-            return FactorParcel(_linear(model, variable.name), variable.factor_rows, *common)
-        case "sharded":
-            slices = [(t.start, t.stop) for t in plan.communication if t.message == message.index and t.stage == 0]
-            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(message.encoder.name)
-            parcel = ShardedParcel(dtype, slices, *common)
-            parcel.bind(next(t.ranks for t in plan.communication if t.message == message.index))
-            return parcel
-        case "parameter_server":
-            return ServerParcel(*common) if encoder is None else EncodedServerParcel(encoder, *common)
-        case _:
-            return Parcel(*common) if encoder is None else EncodedParcel(encoder, *common)
+def _check_unwrapped(model: torch.nn.Module) -> None:
+    """Somebody else's averaging or sharding beside Offbeat's would corrupt the training."""
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            where = f"its module {path!r}" if path else "it"
+            raise StrategyError(
+                f"distribute() must be given the model itself, and {where} is wrapped in DistributedDataParallel: "
+                f"leave that out, or pass its .module"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or is_flat_parameter(parameter):
+            raise StrategyError(
+                f"parameter {name!r} is sharded already (FSDP or a DTensor): Offbeat distributes plain models only"
+            )
 
 
 def choose_mode(
@@ -290,61 +298,43 @@ def choose_mode(
     wanted = plan.strategy.schedule.mode
     if wanted == "barrier":
         return "barrier", "the strategy asks for it"
-    obstacle = _deferral_obstacle(model, optimizer, optimizer_class)
-    if obstacle:
-        if wanted == "deferred":
-            raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
-        return "barrier", obstacle
-    return "deferred", "updates may wait until a module needs them"
-
-
-def _deferral_obstacle(model: torch.nn.Module, optimizer: Optimizer, optimizer_class: type[Optimizer]) -> str:
-    name = optimizer_class.__name__
+    odd = [name for name, p in model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
     if not per_variable(optimizer_class):
-        return f"optimizer {name} may couple variables"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"optimizer {name} has step hooks"
-    if any(hasattr(module, "_orig_mod") for module in model.modules()):
-        return "the model is compiled"
-    return ""
+        obstacle = f"optimizer {optimizer_class.__name__} may couple variables"
+    elif has_step_hooks(optimizer):
+        obstacle = f"optimizer {optimizer_class.__name__} has step hooks"
+    elif any(uncompiled(module) is not module for module in model.modules()):
+        obstacle = "the model is compiled"
+    elif odd:
+        obstacle = f"parameter {odd[0]!r} is of a class of its own"
+    else:
+        return "deferred", "updates may wait until a module needs them"
+    if wanted == "deferred":
+        raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
+    return "barrier", obstacle
 
 
-def _keep_counting(optimizer: Optimizer) -> None:
-    """Gives an optimizer that a learning-rate scheduler counts the steps of a step() that both know.
-
-    The scheduler has put the plain class's step() on the optimizer itself, where it would hide Offbeat's.
-    """
-    if not hasattr(vars(optimizer).get("step"), _COUNTED):
-        return
-
-    def step(*arguments: Any, **options: Any) -> Any:
-        optimizer._opt_called = True  # what the scheduler looks at
-        return type(optimizer).step(optimizer, *arguments, **options)
-
-    setattr(step, _COUNTED, True)
-    vars(optimizer)["step"] = step
-
-
-def _check_optimizer(plan: Plan, optimizer_class: type[Optimizer]) -> None:
-    if elementwise(optimizer_class):
-        return
-    for message in plan.messages:
-        if message.synchronizer in ("all_reduce", "sparse_all_gather", "factor_broadcast"):
-            continue
-        whole = all(piece.shape == plan.graph.variable(piece.variable).shape for piece in message.pieces)
-        if message.synchronizer == "sharded" or not whole:
-            raise StrategyError(
-                f"optimizer {optimizer_class.__name__} cannot update pieces of {message.variables[0]!r} separately; "
-                f"use a strategy that keeps variables whole"
-            )
-
-
-def _check_stations(plan: Plan) -> None:
+def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:
+    """Whether the optimizer can update what the plan spreads, and stations add up what is encoded."""
     for message in plan.messages:
         if message.stations and message.encoder.gathered:
             raise StrategyError(
                 f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which "
                 f"add gradients up on the way; leave out its stations, or use fp16, bf16 or randomk"
+            )
+        if elementwise(optimizer_class) or (message.replicated and not message.staleness):
+            continue
+        if not per_variable(optimizer_class):
+            raise StrategyError(
+                f"optimizer {optimizer_class.__name__} may look at several variables at once, but "
+                f"{message.variables[0]!r} would be updated apart from the others; use a strategy in which every "
+                f"replica updates everything, such as overlap"
+            )
+        whole = all(piece.shape == plan.graph.variable(piece.variable).shape for piece in message.pieces)
+        if message.synchronizer == "sharded" or not whole:
+            raise StrategyError(
+                f"optimizer {optimizer_class.__name__} cannot update pieces of {message.variables[0]!r} separately; "
+                f"use a strategy that keeps variables whole"
             )
 
 
@@ -368,40 +358,23 @@ def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Paramet
     return {variable.name: found[variable.name] for variable in plan.graph.variables}
 
 
-def _check_ranks_agree(plan: Plan) -> None:
+def _check_ranks_agree(plan: Plan, world: World) -> None:
     """Every rank must have the same model and the same strategy, or the first collective would hang."""
-    store = dist.PrefixStore(f"offbeat/agreement/{_generation}", _get_default_store())
+    key = f"offbeat/agreement/{world.next_generation()}"
     mine = f"{plan.graph.signature} {plan.strategy.digest}"
-    store.set(str(plan.rank), mine)
-    first, *others = ((rank, store.get(str(rank)).decode()) for rank in plan.replicas)
+    world.set(f"{key}/{plan.rank}", mine.encode())
+    first, *others = ((rank, world.get(f"{key}/{rank}").decode()) for rank in plan.replicas)
     for rank, theirs in others:
         if theirs != first[1]:
             what = "model" if theirs.split()[0] != first[1].split()[0] else "strategy"
             raise StrategyError(f"rank {rank} has another {what} than rank {first[0]}")
 
 
-def share_state(model: torch.nn.Module) -> None:
-    """Gives every rank the parameters and buffers of rank 0."""
+def share_state(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """Gives every rank the values of rank 0."""
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             if tensor.numel():
                 contiguous = tensor.detach().contiguous()
-                dist.broadcast(contiguous, src=0)
+                world.broadcast(contiguous, 0)
                 tensor.copy_(contiguous)
-
-
-def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    if not isinstance(module, torch.nn.Linear) or attribute != "weight":
-        raise StrategyError(
-            f"factor_broadcast needs the weight of an nn.Linear, {name!r} belongs to {type(module).__name__}"
-        )
-    return module
-
-
-def _next_generation() -> int:
-    """Keeps the channels of several distribute() calls apart; every rank makes the same calls."""
-    global _generation  # noqa: PLW0603 - one count per process is what the shared store needs
-    _generation += 1
-    return _generation

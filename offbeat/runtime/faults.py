@@ -5,11 +5,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from offbeat.plan import Plan, Task
-from offbeat.runtime.beacon import lost_ranks
-from offbeat.runtime.channel import CommunicationFailed
+from offbeat.runtime.comm import CommunicationFailed
 
 if TYPE_CHECKING:
-    from offbeat.runtime.parcels import Parcel
+    from offbeat.runtime.sync import Synchroniser
 
 
 class WorkerLost(RuntimeError):
@@ -18,26 +17,23 @@ class WorkerLost(RuntimeError):
 
 @contextmanager
 def explain(
-    plan: Plan, parcel: "Parcel | None" = None, task: Task | None = None, what: str = ""
+    plan: Plan, synchroniser: "Synchroniser | None" = None, task: Task | None = None, what: str = ""
 ) -> Generator[None, None, None]:
     """Turns a backend error into WorkerLost, naming the task, its variables and the ranks that gave no sign of life."""
     try:
         yield
     except CommunicationFailed as error:
-        raise WorkerLost(_sentence(plan, what or _name(plan, parcel, task), error)) from error
+        silent = error.lost_ranks()
+        who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
+        cause = " ".join(str(error).split())[:200]
+        waited_for = what or _name(plan, synchroniser, task)
+        raise WorkerLost(f"rank {plan.rank} was waiting for {waited_for}: {who} ({cause})") from error
 
 
-def _name(plan: Plan, parcel: "Parcel | None", task: Task | None) -> str:
-    assert parcel is not None
-    message = parcel.message
-    waiting = task or next((t for t in plan.tasks if t.index in parcel.works), None)
+def _name(plan: Plan, synchroniser: "Synchroniser | None", task: Task | None) -> str:
+    assert synchroniser is not None
+    message = synchroniser.message
+    waiting = task or next((t for t in plan.tasks if t.index in synchroniser.works), None)
     waiting = waiting or next(t for t in plan.tasks if t.message == message.index)
     names = ", ".join(message.variables[:3]) + (", …" if len(message.variables) > 3 else "")
     return f"task {waiting.name} ({names}) with ranks {list(waiting.ranks)}"
-
-
-def _sentence(plan: Plan, what: str, error: Exception) -> str:
-    silent = lost_ranks()
-    who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
-    cause = " ".join(str(error).split())[:200]
-    return f"rank {plan.rank} was waiting for {what}: {who} ({cause})"

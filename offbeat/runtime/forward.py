@@ -6,14 +6,15 @@ the innermost module running at that moment is the one that must wait. Owners wa
 another path.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from offbeat.runtime.engine import Component, Engine
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine.components import Component
+from offbeat.torch_private import backward_pass, pytree
 
 
 class FirstUses(TorchFunctionMode):
@@ -30,7 +31,7 @@ class FirstUses(TorchFunctionMode):
     def enter(self, module: torch.nn.Module) -> None:
         """A module begins."""
         self.running.append(module)
-        for parameter in module._parameters.values():
+        for parameter in module.parameters(recurse=False):
             name = self.parameters.get(id(parameter))
             if name is not None:
                 self.order.setdefault(name, len(self.order))
@@ -40,7 +41,7 @@ class FirstUses(TorchFunctionMode):
         self.running.pop()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for value in _tensors((*args, *(kwargs or {}).values()), 2):
+        for value in pytree.tree_leaves((args, kwargs)):
             name = self.parameters.get(id(value))
             if name is not None and name not in self.first:
                 self.first[name] = self.running[-1] if self.running else None
@@ -64,51 +65,58 @@ class ForwardGate:
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
         self.handles: list[Any] = [
-            model.register_forward_pre_hook(self._enter_model, prepend=True),
-            model.register_forward_hook(self._leave_model, always_call=True),
+            model.register_forward_pre_hook(_uncompiled(self._enter_model), prepend=True),
+            model.register_forward_hook(_uncompiled(self._leave_model), always_call=True),
         ]
+        self.waiting: list[Any] = []
+        """Those of the handles whose hooks make a part of the model wait."""
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._add_wait(module, parameter)
 
+    def let_pass(self) -> None:
+        """No module need wait any more, because step() applies every update itself: a hook costs time in each forward.
+
+        The model's own stay: torch may be walking over them."""
+        for handle in self.waiting:
+            handle.remove()
+        self.waiting.clear()
+
     def _add_wait(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
-        component = self.engine.component_of.get(id(parameter))
+        component = self.engine.updates.component_of.get(id(parameter))
         if component is None:
             return
         if module not in self.waits:
             self.waits[module] = {}
             self.handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
+            if module is not self.model:
+                self.waiting.append(self.handles[-1])
         self.waits[module][component] = None
 
     def _wait_hook(self, components: dict[Component, None]) -> Callable[..., None]:
-        engine = self.engine
+        updates = self.engine.updates
 
         def wait(*_: Any) -> None:
-            if engine.unsettled:
+            if updates.outstanding:
                 for component in components:
-                    if not component.settled:
-                        engine.settle(component)
+                    updates.settle(component)
 
-        return wait
+        return _uncompiled(wait)
 
     def _enter_model(self, *_: Any) -> None:
+        # Checkpointed modules run forward again inside a backward pass.
+        if backward_pass() == -1:
+            self.engine.arrivals.recover()
         for action in self.before_forward:
             action()
-        engine = self.engine
-        if engine.synced and not engine.in_backward and torch.is_grad_enabled():
-            # A second forward before step(): gradients accumulate on top of the averaged ones.
-            engine.finish_gradients()
-            engine.publish_gradients()
         if not self.watched and self.model.training and torch.is_grad_enabled():
             self._start_watching()
-
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        self.engine.free_gradients()
 
     def _start_watching(self) -> None:
         watching = self.watching = FirstUses(self.names)
         self._watch_handles: list[Any] = []
-        for module in self.model.modules():
+        # Not on the model itself: torch walks over its hooks when forward fails, and none may be removed meanwhile.
+        for module in list(self.model.modules())[1:]:
             self._watch_handles.append(module.register_forward_pre_hook(lambda m, *_: watching.enter(m), prepend=True))
             self._watch_handles.append(module.register_forward_hook(lambda *_: watching.leave(), always_call=True))
         watching.enter(self.model)
@@ -116,10 +124,10 @@ class ForwardGate:
 
     def _leave_model(self, _: torch.nn.Module, __: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            # Autograd reaches the outputs before it adds to any parameter's gradient.
-            for value in tree_leaves(output):
+            # Autograd reaches the outputs before passes inside the pass begin.
+            for value in pytree.tree_leaves(output):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(self._begin_backward)
+                    value.register_hook(lambda _: self.engine.arrivals.expect_end())
         if self.watching is None:
             return
         watching, self.watching = self.watching, None
@@ -129,7 +137,8 @@ class ForwardGate:
         self._know(watching.first, watching.order)
 
     def adopt(self, other: "ForwardGate") -> None:
-        """Takes over what another gate of the same model has watched."""
+        """Takes over what another gate of the same model has watched, and the passes that it has begun."""
+        other.engine = self.engine
         if other.watched:
             self._know(other.first, other.use_order)
 
@@ -149,9 +158,6 @@ class ForwardGate:
             handle.remove()
 
 
-def _tensors(values: tuple, depth: int) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif depth and isinstance(value, (tuple, list)):
-            yield from _tensors(tuple(value), depth - 1)
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook as torch.compile leaves it alone: it must run in every step, not be traced once."""
+    return torch.compiler.disable(hook)

@@ -8,23 +8,42 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.guard import raw_gradient, set_gradient
+from offbeat.runtime.lazy import raw_gradient, set_gradient
 from offbeat.strategy import Strategy
+from offbeat.torch_private import replace_compiled_call
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
 
 
-def apply_memory_strategy(model: torch.nn.Module, strategy: Strategy, engine: "Engine") -> None:
-    """Recomputation, fused regions and micro-batches, as far as the strategy asks for them."""
+def apply_memory_strategy(
+    model: torch.nn.Module, strategy: Strategy, engine: "Callable[[], Engine]"
+) -> list[Callable[[], None]]:
+    """Recomputation, fused regions and micro-batches, as far as the strategy asks; returns what takes them off again.
+
+    `engine` gives the engine in force.
+    """
+    undo: list[Callable[[], None]] = []
     for path in strategy.recompute:
         module = model.get_submodule(path)
+        undo.append(partial(_restore, module, "forward", vars(module).get("forward")))
         module.forward = partial(_recomputed, module.forward)
     for region in strategy.fusion:
         for path in region:
-            model.get_submodule(path).compile()
+            module = model.get_submodule(path)
+            undo.append(partial(replace_compiled_call, module, replace_compiled_call(module)))
+            module.compile()
     if strategy.accumulation > 1:
+        undo.append(partial(_restore, model, "forward", vars(model).get("forward")))
         model.forward = MicroBatches(model.forward, strategy.accumulation, engine)
+    return undo[::-1]
+
+
+def _restore(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Puts an attribute of the instance back, or takes it away where there was none."""
+    vars(module).pop(name, None)
+    if value is not None:
+        vars(module)[name] = value
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,20 +60,22 @@ class MicroBatches:
     whatever gradient it brings (a loss scale, a further factor).
     """
 
-    def __init__(self, forward: Callable[..., Any], parts: int, engine: "Engine") -> None:
+    def __init__(self, forward: Callable[..., Any], parts: int, engine: "Callable[[], Engine]") -> None:
         self.forward = forward
         self.parts = parts
-        self.engine = engine
+        self.engine_in_force = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         batches = self._split(args, kwargs)
-        parameters = list(self.engine.parameters.values())
+        engine = self.engine_in_force()
+        parameters = list(engine.parameters.values())
         before = [raw_gradient(parameter) for parameter in parameters]
         for parameter in parameters:
             set_gradient(parameter, None)
-        sync, self.engine.sync = self.engine.sync, False
+        arrivals = engine.arrivals
+        before_sync, arrivals.synchronise = arrivals.synchronise, False
         total: torch.Tensor | float = 0.0
         try:
             for part_args, part_kwargs in batches[:-1]:
@@ -62,7 +83,7 @@ class MicroBatches:
                 loss.backward()
                 total = total + loss.detach()
         finally:
-            self.engine.sync = sync
+            arrivals.synchronise = before_sync
         aside = [raw_gradient(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             set_gradient(parameter, gradient)

@@ -1,21 +1,22 @@
 """When gradients really become ready → a better issue order, agreed by all ranks.
 
 Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place:
-when each parcel is complete, in which order forward uses variables, what a collective costs on an idle link (PACE's
+when each message is complete, in which order forward uses variables, what a collective costs on an idle link (PACE's
 linear fit), and how much more the job's own take. The order is rebuilt from that several times, because a rebuild
 changes the load, and again whenever the times have drifted.
 """
 
 import logging
 import time
+from collections.abc import Generator
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat.plan import Task
-from offbeat.plan.schedule import priority_order
-from offbeat.runtime.channel import Channel, wait
+from offbeat.plan.schedule import retimed
+from offbeat.runtime.comm import Channel
 from offbeat.timeline import Kind
 from offbeat.timeline.observer import covered
 
@@ -41,34 +42,46 @@ MOST_SLOWED = 4.0
 
 
 def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:
-    """(seconds per all-reduce, seconds per byte) of a linear fit through a small and a large one, the slowest rank's.
+    """(seconds per all-reduce, seconds per byte): a linear fit through a small and a large one, of the slowest rank."""
+    measuring = link_fit(channel, device)
+    while True:
+        try:
+            next(measuring)
+        except StopIteration as end:
+            return end.value
+
+
+def link_fit(channel: Channel, device: torch.device) -> Generator[None, None, tuple[float, float]]:
+    """What `fit_link` does, one all-reduce at a time.
 
     The large one grows until it takes long enough to time, because queues along the way swallow short bursts.
     """
     if channel.size == 1:
         return 0.0, 0.0
     small, large = 2**14, 2**18
-    least, most = _time_all_reduce(channel, device, small), 0.0
+    least, most = (yield from _time_all_reduce(channel, device, small)), 0.0
     while most < LONG_ENOUGH_SECONDS and large < 2**26:
         large *= 4
-        most = _time_all_reduce(channel, device, large)
+        most = yield from _time_all_reduce(channel, device, large)
     per_byte = max(0.0, (most - least) / (large - small))
     return max(0.0, least - per_byte * small), per_byte
 
 
-def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> float:
+def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Generator[None, None, float]:
     tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
     runs = []
     for _ in range(3):
         begin = time.perf_counter()
-        wait(channel.all_reduce(tensor))
-        _synchronise(device)
+        channel.all_reduce(tensor).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         runs.append(time.perf_counter() - begin)
+        yield
     best = torch.tensor([min(runs)], dtype=torch.float64, device=device)
     return float(largest(channel, best)[0])
 
 
-class Services:
+class CollectiveTimings:
     """An engine's timekeeper: learns for how long its collectives keep the link busy."""
 
     def __init__(self) -> None:
@@ -97,14 +110,16 @@ class Services:
 class Retimer:
     """Watches an engine's ready times and keeps its issue order fit for them."""
 
-    def __init__(self, engine: "Engine", use_order: dict[str, int], device: torch.device) -> None:
+    def __init__(
+        self, engine: "Engine", use_order: dict[str, int], device: torch.device, link: tuple[float, float]
+    ) -> None:
         self.engine = engine
         self.use_order = use_order
         """Place of each variable in the order in which forward uses them."""
         self.device = device
-        self.latency, self.per_byte = fit_link(engine.channels.control, device)
+        self.latency, self.per_byte = link
         self.slowdown = 1.0
-        self.services = Services()
+        self.timings = CollectiveTimings()
         self.seen: list[list[float]] = []
         self.planned: list[float] = []
         self._observe()
@@ -127,13 +142,12 @@ class Retimer:
         """Times the collectives of the last steps before a look."""
         soon = any(self._looks_after(self.engine.steps + ahead) for ahead in range(1, OBSERVED_STEPS + 1))
         # A GPU's collectives are said to have ended when they are on their stream.
-        self.engine.timekeeper = self.services if soon and self.device.type == "cpu" else None
+        self.engine.reports.timekeeper = self.timings if soon and self.device.type == "cpu" else None
 
     def _agreed_ready(self) -> list[float]:
-        """Seconds after which each parcel was complete on the slowest rank, in the median of the steps seen."""
+        """Seconds after which each message was complete on the slowest rank, in the median of the steps seen."""
         usual = torch.tensor(self.seen, dtype=torch.float64).median(dim=0).values.to(self.device)
-        channel = self.engine.channels.control
-        return largest(channel, usual).tolist() if channel.size > 1 else usual.tolist()
+        return largest(self.engine.channels.control, usual).tolist()
 
     def _drifted(self, ready: list[float], slowdown_before: float) -> bool:
         if not self.planned or self.engine.steps in REBUILD_AT:
@@ -143,48 +157,27 @@ class Retimer:
 
     def _learn_slowdown(self) -> None:
         """All ranks believe the one that waited least for the others."""
-        found = self.services.slowdown(len(self.engine.order), self.latency, self.per_byte)
-        self.services.spans.clear()
-        if found is not None:
-            self.slowdown = found
-        channel = self.engine.channels.control
-        if channel.size > 1:
-            least = largest(channel, torch.tensor([-self.slowdown], dtype=torch.float64, device=self.device))
-            self.slowdown = -float(least[0])
+        found = self.timings.slowdown(len(self.engine.order), self.latency, self.per_byte)
+        self.timings.spans.clear()
+        mine = torch.tensor([-(found or self.slowdown)], dtype=torch.float64, device=self.device)
+        self.slowdown = -float(largest(self.engine.channels.control, mine)[0])
 
     def _rebuild(self, ready: list[float]) -> None:
         self.planned = ready
-        engine = self.engine
-        tasks = sorted(engine.order, key=lambda task: (task.message, task.start))
-        last = len(self.use_order)
-        if engine.plan.strategy.schedule.policy == "fifo":
-            urgency = [ready[task.message] for task in tasks]
-        else:
-            urgency = [
-                float(min(self.use_order.get(name, last) for name in engine.plan.messages[task.message].variables))
-                for task in tasks
-            ]
-        order = priority_order(
-            [ready[task.message] + SLACK_SECONDS for task in tasks],
-            [self.slowdown * (self.latency + self.per_byte * task.wire_bytes) for task in tasks],
-            urgency,
-            [-1] * len(tasks),
-        )
-        engine.order = [tasks[position] for position in order]
-        log.debug(
-            "offbeat rebuilt its issue order after step %d; collectives take %.2f times what they do on an idle link",
-            engine.steps,
-            self.slowdown,
-        )
+
+        def seconds(size: int) -> float:
+            return self.slowdown * (self.latency + self.per_byte * size)
+
+        late = [moment + SLACK_SECONDS for moment in ready]
+        self.engine.follow(retimed(self.engine.plan, late, seconds, self.use_order))
+        took = "offbeat rebuilt its issue order after step %d; collectives take %.2f times what they do on an idle link"
+        log.debug(took, self.engine.steps, self.slowdown)
 
 
 def largest(channel: Channel, tensor: torch.Tensor) -> torch.Tensor:
     """The largest value over all ranks, bit for bit the same on each."""
+    if channel.size == 1:
+        return tensor
     gathered = tensor.new_empty(channel.size * tensor.numel())
-    wait(channel.all_gather(gathered, tensor))
+    channel.all_gather(gathered, tensor).wait()
     return gathered.view(channel.size, -1).max(dim=0).values
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

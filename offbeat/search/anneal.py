@@ -1,21 +1,22 @@
-"""Chain + State → a better State: simulated annealing over dPRO's moves, with the chain's kernel as the oracle.
+"""Gradients + Arrangement → a better Arrangement: simulated annealing over dPRO's moves.
 
 Beyond the papers: the greedy passes look at one border or one message at a time and stop where no single change helps.
 Here a move sets, removes or shifts a border, changes the number of parts of a message or its urgency, and a longer step
 is accepted with Metropolis' probability, so that several changes can pay together. The walk is compiled; rounds of it
-start from the best state so far, and it ends when rounds bring nothing, at the bound, or when time is up.
+start from the best arrangement so far, and it ends when rounds bring nothing, at the bound, or when time is up.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from offbeat.search.chain import MOST_PARTS, Chain, State
-from offbeat.search.chain_kernel import serve_chain
-from offbeat.search.pace_link import lower_bound
+from offbeat.compiled import compiled
+from offbeat.search.arrange import MOST_PARTS
+from offbeat.search.pace.schedule import lower_bound
+from offbeat.simulate.fast.gradients import Arrangement, Gradients
+from offbeat.simulate.fast.link import serve
 
 _MOVES_PER_ROUND = 2_000
 _IDLE_ROUNDS = 6
@@ -28,86 +29,64 @@ SLICE_PENALTY = 1e-7
 """Share of the step by which one more slice must shorten it: fewer stand up better to what was not foreseen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Annealed:
-    """What the walk found."""
-
-    state: State
-    seconds: float
-    rounds: int
-    evaluations: int
-
-
 def anneal(
-    chain: Chain, start: State, *, seed: int = 0, rounds: int | None = None, deadline: float | None = None
-) -> Annealed:
-    """The best state met. With `rounds` the walk does not look at the clock, and so repeats exactly."""
+    gradients: Gradients, start: Arrangement, *, seed: int = 0, rounds: int | None = None, deadline: float | None = None
+) -> Arrangement:
+    """The best arrangement met. With `rounds` the walk does not look at the clock, and so repeats exactly."""
     best = start
-    shortest = _cost(chain, start)
-    floor = bound(chain, start.barrier) * (1 + _GAIN)
-    idle = done = evaluations = 0
-    movable = bool((~chain.forced).any() or chain.sliceable.any())
+    seconds, _, made, _ = gradients.run(start)
+    shortest = float(seconds * (1 + SLICE_PENALTY * made))
+    floor = bound(gradients, start.barrier) * (1 + _GAIN)
+    idle = done = 0
+    movable = bool((~gradients.forced).any() or gradients.sliceable.any())
     while movable and idle < _IDLE_ROUNDS and shortest > floor:
-        if rounds is not None and done >= rounds:
-            break
-        if rounds is None and deadline is not None and time.monotonic() > deadline:
+        late = rounds is None and deadline is not None and time.monotonic() > deadline
+        if late or (rounds is not None and done >= rounds):
             break
         # Rounds differ in how far they stray: every third stays close to what is known.
         temperature = _TEMPERATURE * (1.0, 0.3, 0.03)[done % 3]
-        cost, borders, parts, urgency = _walk(
-            chain.arrays,
-            (best.borders, best.parts, best.urgency),
-            best.barrier,
-            chain.forced,
-            chain.sliceable,
-            (seed * 1_000_003 + done) % 2**32,
-            _MOVES_PER_ROUND,
-            temperature,
-        )
+        present = (best.borders, best.parts, best.urgency)
+        allowed = (gradients.forced, gradients.sliceable, best.barrier)
+        number = (seed * 1_000_003 + done) % 2**32
+        cost, borders, parts, urgency = _walk(gradients.arrays, present, allowed, number, temperature)
         done += 1
-        evaluations += _MOVES_PER_ROUND
         idle = 0 if cost < shortest * (1 - _GAIN) else idle + 1
         if cost < shortest:
             best, shortest = replace(best, borders=borders, parts=parts, urgency=urgency), cost
-    return Annealed(best, chain.seconds(best), done, evaluations)
+    return best
 
 
-def bound(chain: Chain, barrier: bool) -> float:
-    """No state of the chain makes a shorter step: cuts are free, and one collective pays its overhead."""
-    compute = chain.backward + chain.gap + float(chain.before.sum() + chain.update.sum()) + chain.after
-    busy = chain.wire * chain.per_byte
+def bound(gradients: Gradients, barrier: bool) -> float:
+    """No arrangement makes a shorter step: cuts are free, and one collective pays its overhead."""
+    forward = float(gradients.before.sum() + gradients.update.sum()) + gradients.after
+    compute = gradients.backward + gradients.gap + forward
+    busy = gradients.wire * gradients.per_byte
     if not len(busy):
         return compute
-    still = np.zeros(len(busy))
-    overhead = float(chain.overhead.min() + chain.lag.min())
-    if barrier:
-        arrived = lower_bound(chain.ready, busy, still, 0.0) + overhead
-        return max(compute, arrived + compute - chain.backward) + chain.update_call
-    return max(compute, lower_bound(chain.ready, busy, chain.least_tail, 0.0) + overhead) + chain.update_call
+    overhead = float(gradients.overhead.min() + gradients.lag.min())
+    tail = np.zeros(len(busy)) if barrier else gradients.least_tail
+    arrived = lower_bound(gradients.ready, busy, tail, 0.0) + overhead
+    return max(compute, arrived + (compute - gradients.backward if barrier else 0.0)) + gradients.update_call
 
 
-def _cost(chain: Chain, state: State) -> float:
-    seconds, _, made, _ = chain.run(state)
-    return float(seconds * (1 + SLICE_PENALTY * made))
+@compiled
+def _walk(units: Any, start: Any, allowed: Any, seed: int, temperature: float) -> Any:
+    """One round from `start` (borders, parts, urgency): the least cost met, and its arrangement.
 
-
-@njit(cache=True)
-def _walk(
-    units: Any, start: Any, barrier: bool, forced: Any, sliceable: Any, seed: int, moves: int, temperature: float
-) -> Any:
-    """One round from `start` (borders, parts, urgency): the least cost met, and its state."""
+    `allowed` says which borders are forced, which messages may be cut, and whether all updates wait for a barrier."""
     np.random.seed(seed)
     borders, parts, urgency = start[0].copy(), start[1].copy(), start[2].copy()
     best_borders, best_parts, best_urgency = borders.copy(), parts.copy(), urgency.copy()
+    forced, sliceable, barrier = allowed
     current = np.inf
     best = np.inf
-    for move in range(moves + 1):
+    for move in range(_MOVES_PER_ROUND + 1):
         trial_borders, trial_parts, trial_urgency = borders.copy(), parts.copy(), urgency.copy()
         if move:
             _change(trial_borders, trial_parts, trial_urgency, forced, sliceable, start[2], barrier)
-        seconds, _, made, _ = serve_chain(units, trial_borders, trial_parts, trial_urgency, barrier)
+        seconds, _, made, _ = serve(units, trial_borders, trial_parts, trial_urgency, barrier)
         cost = seconds * (1.0 + SLICE_PENALTY * made)
-        heat = temperature * best * (1.0 - move / (moves + 1.0)) if move else 1.0
+        heat = temperature * best * (1.0 - move / (_MOVES_PER_ROUND + 1.0)) if move else 1.0
         if cost <= current or np.random.random() < np.exp((current - cost) / heat):
             borders, parts, urgency = trial_borders, trial_parts, trial_urgency
             current = cost
@@ -117,7 +96,7 @@ def _walk(
     return best, best_borders, best_parts, best_urgency
 
 
-@njit(cache=True)
+@compiled
 def _change(borders: Any, parts: Any, urgency: Any, forced: Any, sliceable: Any, usual: Any, barrier: bool) -> None:
     """One random move, in place."""
     count = len(borders)
@@ -150,14 +129,14 @@ def _change(borders: Any, parts: Any, urgency: Any, forced: Any, sliceable: Any,
         urgency[unit] = usual[unit]
 
 
-@njit(cache=True)
+@compiled
 def _head(borders: Any, unit: int) -> int:
     while not borders[unit]:
         unit -= 1
     return unit
 
 
-@njit(cache=True)
+@compiled
 def _shift(borders: Any, parts: Any, forced: Any, unit: int) -> None:
     """Moves the border before the unit to another place between its neighbours."""
     head = _head(borders, unit)

@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import Costs, network_seconds
-from offbeat.cost.updates import variable_updates
+from offbeat.cost.measured import Costs, network_seconds, variable_updates
 from offbeat.graph import ModelGraph
-from offbeat.plan import Plan
-from offbeat.search.chain import chain_of
-from offbeat.search.oracle import Oracle
+from offbeat.plan import Plan, lower
+from offbeat.search.arrange import arranged, rescheduled
+from offbeat.search.optimize import predict
+from offbeat.simulate import step_seconds
+from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import segment_seconds
-from offbeat.strategy import Encoder, Schedule, Shard, Slice, Strategy, VariableConfig, build_strategy
+from offbeat.strategy import Encoder, Shard, Slice, Strategy, build_strategy
 from offbeat.units import format_seconds
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
@@ -94,15 +95,16 @@ class Explanation:
 
 def explain(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, costs: Costs | None = None) -> Explanation:
     """Replays the strategy, the builders, and the strategy with one decision undone at a time."""
-    oracle = Oracle(graph, cluster, costs or Costs())
-    plan = oracle.plan(strategy)
-    seconds = oracle.plan_seconds(plan)
-    others = {name: oracle.seconds(build_strategy(name, graph, cluster)) for name in ("ddp", *BUILDERS)}
+    costs = costs or Costs()
+    predicted = partial(predict, graph, cluster, costs)
+    plan = lower(graph, cluster, strategy)
+    seconds = step_seconds(plan, costs)
+    others = {name: predicted(build_strategy(name, graph, cluster)) for name in ("ddp", *BUILDERS)}
     nearest = min((name for name in others if name != strategy.name), key=lambda name: others[name])
     decisions = [
         Decision(name, what, without, without - seconds)
-        for name, what, changed in _undone(strategy, plan, oracle.costs)
-        for without in (oracle.seconds(changed),)
+        for name, what, changed in _undone(strategy, plan, costs)
+        for without in (predicted(changed),)
     ]
     return Explanation(
         strategy=strategy.name,
@@ -110,8 +112,8 @@ def explain(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, costs: 
         ddp_seconds=others["ddp"],
         next_builder=nearest,
         next_builder_seconds=others[nearest],
-        compute_seconds=_compute_seconds(plan, oracle.costs),
-        network_seconds=network_seconds(plan, oracle.costs),
+        compute_seconds=_compute_seconds(plan, costs),
+        network_seconds=network_seconds(plan, costs),
         decisions=tuple(sorted(decisions, key=lambda each: -each.worth_seconds)),
     )
 
@@ -121,7 +123,7 @@ def _compute_seconds(plan: Plan, costs: Costs) -> float:
     roles = find_roles(plan, costs.compute_scale)
     updates = sum(variable_updates(plan).values())
     size = sum(variable.bytes for variable in plan.graph.gradient_order)
-    own = 1.0 if any(m.owner is None and m.synchronizer != "sharded" for m in plan.messages) else 0.0
+    own = 1.0 if any(message.replicated for message in plan.messages) else 0.0
     slowest = float(segment_seconds(plan, costs, roles).sum(axis=1).max(initial=0.0))
     return slowest + costs.gap_seconds + own * costs.update(size, updates)
 
@@ -130,96 +132,57 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     """(name, what is done, the strategy without it) for each decision the strategy has taken."""
     schedule = strategy.schedule
     if schedule.mode != "barrier":
-        yield "mode", "updates reach into the next forward", _scheduled(strategy, mode="barrier")
-    groups = {m.group for m in plan.messages if len(m.variables) > 1}
-    if groups:
-        alone = _alone(strategy, plan, costs)
-        if alone is not None:
-            yield "fusion", f"{len(plan.graph.gradient_order)} gradients share {len(plan.messages)} messages", alone
-    cuts = len(plan.communication) - len(plan.messages)
-    if schedule.order or schedule.slice_bytes is not None:
-        uncut = _uncut(strategy)
-        if uncut.schedule != schedule:
-            yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
+        yield "mode", "updates reach into the next forward", rescheduled(strategy, mode="barrier")
+    gradients = gradients_of(plan, costs, coarsen=False)
+    if gradients is not None and any(len(message.variables) > 1 for message in plan.messages):
+        what = f"{len(plan.graph.gradient_order)} gradients share {len(plan.messages)} messages"
+        alone = gradients.arrangement(barrier=schedule.mode == "barrier")
+        yield "fusion", what, arranged(gradients, alone, strategy)
+    uncut = rescheduled(strategy, slice_bytes=None, order=_uncut(schedule.order))
+    if uncut.schedule != schedule:
+        cuts = len(plan.communication) - len(plan.messages)
+        yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
-        yield "order", "what the next forward needs first goes first", _first_come(strategy)
-    yield from _undone_computing(strategy)
+        fifo = rescheduled(strategy, policy="fifo", order=())
+        yield "order", "what the next forward needs first goes first", fifo
+    for name, what, none in (
+        ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
+        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),
+        ("fusion", f"{len(strategy.fusion)} regions are compiled", ()),
+    ):
+        if getattr(strategy, name) != none:
+            yield "op_fusion" if name == "fusion" else name, what, strategy.model_copy(update={name: none})
     yield from _undone_synchronisers(strategy, plan)
-
-
-def _undone_computing(strategy: Strategy) -> Iterator[tuple[str, str, Strategy]]:
-    if strategy.accumulation > 1:
-        what = f"the batch is computed in {strategy.accumulation} micro-batches"
-        yield "accumulation", what, strategy.model_copy(update={"accumulation": 1})
-    if strategy.recompute:
-        what = f"{len(strategy.recompute)} modules are computed again in backward"
-        yield "recompute", what, strategy.model_copy(update={"recompute": ()})
-    if strategy.fusion:
-        what = f"{len(strategy.fusion)} regions are compiled"
-        yield "op_fusion", what, strategy.model_copy(update={"fusion": ()})
 
 
 def _undone_synchronisers(strategy: Strategy, plan: Plan) -> Iterator[tuple[str, str, Strategy]]:
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"
-        yield f"synchronizer {kind}", what, _changed(strategy, partial(_travels_by, kind), _plain)
+
+        def reduced(shard: Shard, kind: str = kind) -> Shard:
+            return Shard(group=shard.group) if shard.synchronizer == kind else shard
+
+        yield f"synchronizer {kind}", what, _changed(strategy, reduced)
     encoded = [m for m in plan.messages if m.encoder.name != "none"]
     if encoded:
-
-        def decoded(shard: Shard) -> Shard:
-            return shard.model_copy(update={"encoder": Encoder()})
-
         what = f"{len(encoded)} messages are encoded as {encoded[0].encoder.name}"
-        yield "encoder", what, _changed(strategy, lambda shard: shard.encoder.name != "none", decoded)
+        yield "encoder", what, _changed(strategy, lambda shard: shard.model_copy(update={"encoder": Encoder()}))
 
 
-def _travels_by(kind: str, shard: Shard) -> bool:
-    return shard.synchronizer == kind
-
-
-def _plain(shard: Shard) -> Shard:
-    return Shard(group=shard.group)
-
-
-def _changed(strategy: Strategy, chosen: Callable[[Shard], bool], change: Callable[[Shard], Shard]) -> Strategy:
+def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:
     variables = {
-        name: VariableConfig(
-            partition=config.partition,
-            cuts=config.cuts,
-            shards=tuple(change(shard) if chosen(shard) else shard for shard in config.shards),
-        )
+        name: config.model_copy(update={"shards": tuple(map(change, config.shards))})
         for name, config in strategy.variables.items()
     }
     return strategy.model_copy(update={"variables": variables})
 
 
-def _scheduled(strategy: Strategy, **changes: Any) -> Strategy:
-    schedule = Schedule(**(strategy.schedule.model_dump() | changes))
-    return strategy.model_copy(update={"schedule": schedule})
-
-
-def _alone(strategy: Strategy, plan: Plan, costs: Costs) -> Strategy | None:
-    """Every gradient in a message of its own, most urgent first."""
-    chain = chain_of(plan, costs, coarsen=False)
-    if chain is None:
-        return None
-    return chain.strategy(chain.state(barrier=strategy.schedule.mode == "barrier"), strategy)
-
-
-def _uncut(strategy: Strategy) -> Strategy:
+def _uncut(order: tuple[Slice, ...]) -> tuple[Slice, ...]:
     """Each message whole, where its first slice went."""
-    schedule = strategy.schedule
-    if not schedule.order:
-        return _scheduled(strategy, slice_bytes=None)
     ends: dict[int, int] = {}
-    for item in schedule.order:
+    for item in order:
         ends[item.group] = max(ends.get(item.group, 0), item.stop)
-    whole = tuple(Slice(group=group, start=0, stop=stop) for group, stop in ends.items())
-    return strategy.model_copy(update={"schedule": schedule.model_copy(update={"order": whole})})
-
-
-def _first_come(strategy: Strategy) -> Strategy:
-    return _scheduled(strategy, policy="fifo", order=())
+    return tuple(Slice(group=group, start=0, stop=stop) for group, stop in ends.items())
 
 
 def _percent(gain: float) -> str:

@@ -4,23 +4,26 @@ Algorithm 1 of dPRO with its search speed-ups, each of which can be switched off
 partial replay (`partial_replay`) and symmetry (`symmetry`). The search starts from the best of the builders, so it is
 never worse than any of them. If memory is short, the memory passes come first. Then passes propose, replay decides,
 until none shortens the step; at last annealing looks for changes that only pay together (`offbeat.search.anneal`).
+`candidates` lists strategies worth a trial in a running job, each with the step time that replay predicts.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
+from offbeat.plan import lower
 from offbeat.search.anneal import anneal
-from offbeat.search.oracle import Oracle
-from offbeat.search.pace_strategy import pace_strategy
+from offbeat.search.arrange import arranged, arrangement_of, rescheduled
+from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
 from offbeat.search.passes.problem import Mode
+from offbeat.simulate import step_seconds
 from offbeat.strategy import Strategy, build_strategy
 from offbeat.units import format_bytes, parse_bytes
 
@@ -30,6 +33,13 @@ _GAIN = 1e-6
 """Share of the step by which a proposal must shorten it."""
 _MOST_ROUNDS = 12
 """Times that all passes run one after another; they converge in two to four."""
+OVERLAP_BUCKETS = tuple(2**power for power in range(17, 24))
+SEARCH_SECONDS = 2.0
+SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
+"""What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
+SLACK_SECONDS = 1e-3
+"""A gradient that is later than planned holds up everything after it in a fixed order."""
+BARRIER_BUCKETS = (2**19, 2**20, 2**22, 25 * 2**20)
 
 
 def optimize(
@@ -65,14 +75,23 @@ def search(
 
     `memory_limit` is in bytes per rank (or '16GiB'). `time_limit` is in seconds; with `rounds` of annealing given
     instead, the clock is not looked at and the result depends on the arguments alone. `passes` names the passes to run
-    (see `offbeat.search.passes.pass_names`). `mode` says whether updates may reach into the next forward: 'auto' and
+    (see `offbeat.search.passes.PASSES`). `mode` says whether updates may reach into the next forward: 'auto' and
     'deferred' let them, 'barrier' does not. Gradients are only ever rounded if `allow_lossy`. `fused_seconds` holds
     forward and backward seconds of compiled modules, by path.
     """
-    _check(time_limit, rounds, mode)
+    if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
+        raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
+    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0):
+        raise OffbeatError(f"rounds: {rounds!r} must be a whole number, at least 0")
+    if mode not in get_args(Mode):
+        raise OffbeatError(f"mode: {mode!r} must be 'auto', 'deferred' or 'barrier'")
     chosen = select_passes(passes)
     problem = Problem(
-        oracle=Oracle(graph, cluster, costs or Costs(), symmetry, partial_replay),
+        graph=graph,
+        cluster=cluster,
+        costs=costs or Costs(),
+        symmetry=symmetry,
+        partial_replay=partial_replay,
         mode=mode,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit, "memory_limit"),
         allow_lossy=allow_lossy,
@@ -83,42 +102,29 @@ def search(
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"])
     speed_passes = [each for each in chosen if each.aim == "speed"]
     improved = [_annealed(problem, _improve(problem, start, speed_passes), seed, rounds) for start in starts]
-    return _named(min(improved, key=lambda candidate: candidate.seconds), graph, cluster)
-
-
-def _check(time_limit: float, rounds: int | None, mode: str) -> None:
-    if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
-        raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
-    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0):
-        raise OffbeatError(f"rounds: {rounds!r} must be a whole number, at least 0")
-    if mode not in ("auto", "deferred", "barrier"):
-        raise OffbeatError(f"mode: {mode!r} must be 'auto', 'deferred' or 'barrier'")
+    best = min(improved, key=lambda candidate: candidate.seconds)
+    names = {"name": "optimize", "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
+    return replace(best, strategy=best.strategy.model_copy(update=names))
 
 
 def _starts(problem: Problem, memory_passes: Sequence[Pass]) -> list[Candidate]:
-    """The fastest starting point that fits in memory, made to fit where none does; and the fastest that has a chain,
-    which most passes work on."""
+    """The fastest starting point that fits in memory, made to fit where none does; and the fastest whose gradients
+    can be rearranged, which is what most passes do."""
     starts = [
         problem.evaluate(build_strategy(name, problem.graph, problem.cluster), name)
         for name in STARTS
         if name == "ddp" or not problem.expired
     ]
-    starts.append(_pace(problem))
+    pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
+    starts.append(problem.evaluate(pace, "pace"))
     fitting = [candidate for candidate in starts if problem.fits(candidate)]
     if fitting:
         fitting.sort(key=lambda candidate: candidate.seconds)
-        chained = next((each for each in fitting if problem.chain(each) is not None), fitting[0])
-        return [fitting[0]] if chained is fitting[0] else [fitting[0], chained]
+        movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
+        return [fitting[0]] if movable is fitting[0] else [fitting[0], movable]
     fastest = min(starts, key=lambda candidate: candidate.seconds)
     smallest = min(starts, key=lambda candidate: candidate.peak_bytes)
     return [_made_to_fit(problem, [fastest, smallest], memory_passes)]
-
-
-def _pace(problem: Problem) -> Candidate:
-    strategy = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
-    if problem.mode == "auto":
-        strategy = strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": "auto"})})
-    return problem.evaluate(strategy, "pace")
 
 
 def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: Sequence[Pass]) -> Candidate:
@@ -165,22 +171,49 @@ def _better(problem: Problem, best: Candidate, made: Candidate) -> Candidate:
 
 def _annealed(problem: Problem, best: Candidate, seed: int, rounds: int | None) -> Candidate:
     """The walk from the candidate's groups, in each mode that is allowed; it needs partial replay to be fast enough."""
-    chain = problem.chain(best)
-    if chain is None or rounds == 0 or not problem.oracle.partial_replay or len(best.plan.replicas) < 2:
+    gradients = problem.gradients(best)
+    if gradients is None or rounds == 0 or not problem.partial_replay or len(best.plan.replicas) < 2:
         return best
-    start = chain.state_of(best.strategy)
+    start = arrangement_of(gradients, best.strategy)
     modes = {"auto": (False, True), "deferred": (False,), "barrier": (True,)}[problem.mode]
     origin = best
     for barrier in modes:
-        found = anneal(chain, replace(start, barrier=barrier), seed=seed, rounds=rounds, deadline=problem.deadline)
-        if found.seconds < best.seconds * (1 - _GAIN):
-            strategy = chain.strategy(found.state, origin.strategy)
+        found = anneal(gradients, replace(start, barrier=barrier), seed=seed, rounds=rounds, deadline=problem.deadline)
+        if gradients.seconds(found) < best.seconds * (1 - _GAIN):
+            strategy = arranged(gradients, found, origin.strategy)
             best = _better(problem, best, problem.evaluate(strategy, "anneal", origin))
     return best
 
 
-def _named(best: Candidate, graph: ModelGraph, cluster: ClusterSpec) -> Candidate:
-    strategy = best.strategy.model_copy(
-        update={"name": "optimize", "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
-    )
-    return replace(best, strategy=strategy)
+def candidates(
+    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, present: Strategy, barrier: bool = False
+) -> list[Candidate]:
+    """The present strategy (by the name 'present') and others, the quickest first.
+
+    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like.
+    """
+    problem = Problem(graph, cluster, costs)
+    found = []
+    for name, strategy in (*_others(graph, cluster, costs), ("present", present)):
+        mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
+        found.append(problem.evaluate(rescheduled(strategy, mode=mode), name))
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Strategy) -> float:
+    """Seconds of a step, by replay."""
+    return step_seconds(lower(graph, cluster, strategy), costs)
+
+
+def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[tuple[str, Strategy]]:
+    for bucket in OVERLAP_BUCKETS:
+        if bucket <= graph.parameter_bytes:
+            for slice_bytes in (bucket, 2 * bucket):
+                options = {"bucket": bucket, "slice_bytes": slice_bytes}
+                yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
+    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
+    searched = optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+    yield "searched", searched
+    for bucket in BARRIER_BUCKETS:
+        strategy = build_strategy("ddp", graph, cluster, bucket=bucket, first_bucket=min(bucket, 2**20))
+        yield f"ddp {bucket // 1024} KiB", strategy

@@ -1,22 +1,28 @@
 """Plan → Timeline: how a step runs, told without running it.
 
-The package itself is the verb: `offbeat.simulate(plan)`. `replay` works on plain task graphs.
+The package itself is the verb: `offbeat.simulate(plan)`. `step_seconds` gives the seconds alone and is faster; `replay`
+works on plain task graphs.
 """
 
 import sys
 from types import ModuleType
 from typing import Any
 
+from offbeat.arguments import checked
+from offbeat.simulate.fast import step_seconds
 from offbeat.simulate.kernel import Replay, replay
 from offbeat.simulate.predict import simulate
 from offbeat.simulate.taskgraph import TaskGraph
 
-__all__ = ["Replay", "TaskGraph", "replay", "simulate"]
+__all__ = ["Replay", "TaskGraph", "replay", "simulate", "step_seconds"]
 
 
 class _Verb(ModuleType):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return simulate(*arguments, **options)
+        return _checked(*arguments, **options)
+
+
+_checked = checked(simulate)
 
 
 sys.modules[__name__].__class__ = _Verb

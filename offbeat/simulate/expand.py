@@ -9,31 +9,17 @@ Links are as fast as the cluster says, hop by hop. Where a collective was measur
 for the collective alone to last as long as it did.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
+from offbeat.cost.tables import latency_steps
 from offbeat.plan import Plan, Task
-from offbeat.simulate.collectives import (
-    PIECES,
-    Columns,
-    GraphBuilder,
-    Links,
-    Tasks,
-    chain_broadcast,
-    chain_reduce,
-    pull,
-    push,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
+from offbeat.plan.model import sent_per_byte
+from offbeat.simulate.collectives import PIECES, GraphBuilder, Ids, Links, add_collective
 from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Roles
-from offbeat.simulate.step import Moments, StepBuilder, Steps
+from offbeat.simulate.step import Steps
 from offbeat.simulate.taskgraph import TaskGraph
 
 CHAIN_CHUNKS = 16
@@ -42,117 +28,69 @@ _MESSAGES = 2**40
 """Ids of expanded tasks begin here until both kinds are joined."""
 
 
-@dataclass(frozen=True)
-class Expanded:
-    """The tasks of the steps, followed by the messages of their collectives."""
+class ExpandedSteps(Steps):
+    """Steps whose graph has, behind their tasks, the messages of their collectives. Each role must be one rank."""
 
-    steps: Steps
-    messages: Columns
-    released: NDArray[np.int64]
-    """For each task of `steps` that stands for a rank's part in a collective, the one at whose end it began; or -1."""
+    def __init__(self, plan: Plan, costs: Costs, roles: Roles, steps: int) -> None:
+        self.messages = GraphBuilder(count=_MESSAGES)
+        self.role_of = {rank: role for role, (rank,) in enumerate(roles.ranks)}
+        self.released: dict[int, int] = {}
+        """For each task that stands for a rank's part in a collective, the one at whose end it began."""
+        self.links: dict[tuple[str, tuple[int, ...], int | None], Links] = {}
+        super().__init__(plan, costs, roles, steps)
 
     @property
     def device(self) -> NDArray[np.int64]:
-        return np.concatenate([np.array(self.steps.tasks.device, np.int64), self.messages.device])
+        return np.concatenate([self.column("device", np.int64), self.messages.columns()[1]])
 
     def graph(self, seconds: NDArray[np.float64] | None = None) -> TaskGraph:
-        """With other durations where `seconds` are given."""
-        tasks, messages = self.steps.tasks, self.messages
-        count = len(tasks.seconds)
-        edges = np.concatenate([np.array(tasks.edges, np.int64).reshape(-1, 2), messages.edges])
-        edges = np.where(edges >= _MESSAGES, edges - _MESSAGES + count, edges)
+        duration, _, lag, priority, label = self.messages.columns()
+        count = len(self.tasks)
+        edges = np.concatenate([np.array(self.edges, np.int64).reshape(-1, 2), self.messages.edges()])
         return TaskGraph.from_arrays(
-            np.concatenate([np.array(tasks.seconds), messages.duration]) if seconds is None else seconds,
+            np.concatenate([self.column("seconds"), duration]) if seconds is None else seconds,
             self.device,
-            edges,
-            priority=np.concatenate([np.array(tasks.priority, np.float64), messages.priority]),
-            lag_seconds=np.concatenate([np.array(tasks.lag), messages.lag]),
-            label=np.concatenate([np.arange(-count, 0), messages.label]),
+            np.where(edges >= _MESSAGES, edges - _MESSAGES + count, edges),
+            priority=np.concatenate([self.column("priority", np.float64), priority]),
+            lag_seconds=np.concatenate([self.column("lag"), lag]),
+            label=np.concatenate([np.arange(-count, 0), label]),
         )
 
-    def summary(self, result: Replay) -> Moments:
-        """As the tasks of `steps` see it: a rank's part in a collective lasts from its release to its end."""
-        count = len(self.steps.tasks.seconds)
-        start, end = result.start[:count].copy(), result.end[:count]
-        parts = np.flatnonzero(self.released >= 0)
-        start[parts] = end[self.released[parts]]
-        path = result.critical_path()
-        return Moments(start, end, path[path < count])
+    def started(self, result: Replay) -> NDArray[np.float64]:
+        """A rank's part in a collective lasts from its release to its end."""
+        start = result.start[: len(self.tasks)].copy()
+        start[list(self.released)] = result.end[list(self.released.values())]
+        return start
 
-
-def expand_steps(plan: Plan, costs: Costs, roles: Roles, steps: int) -> Expanded:
-    """`roles` must not be folded: each is one rank."""
-    builder = _ExpandingBuilder(plan, costs, roles)
-    built = builder.build(steps)
-    released = np.full(len(built.tasks.seconds), -1, np.int64)
-    released[list(builder.released)] = list(builder.released.values())
-    return Expanded(built, builder.messages.columns(), released)
-
-
-class _ExpandingBuilder(StepBuilder):
-    def __init__(self, plan: Plan, costs: Costs, roles: Roles) -> None:
-        super().__init__(plan, costs, roles)
-        self.messages = GraphBuilder(count=_MESSAGES)
-        self.role_of = {rank: role for role, (rank,) in enumerate(roles.ranks)}
-        self.flying: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """Per channel and role, the ends of its parts in collectives, in the issue order."""
-        self.released: dict[int, int] = {}
-        self.links: dict[tuple[str, tuple[int, ...], int | None], Links] = {}
-
-    def _send(self, step: int, position: int, after: dict[int, list[int]], channel: str) -> None:
-        exchange = self.roles.exchanges[position]
-        task = exchange.task
+    def _send(self, step: int, position: int, after: dict[int, int]) -> None:
+        task = self.roles.exchanges[position].task
         roles = [self.role_of[rank] for rank in task.ranks]
-        ready = {role: self.tasks.add(role, step, None, "ready", after=after[role]) for role in roles}
-        gates = [self._release(step, role, ready[role], channel) for role in roles]
+        ready = {role: self._join(role, step, "ready", [after[role]]) for role in roles}
+        gates = [self._release(step, role, ready[role], task.lane) for role in roles]
         self.issued += 1
-        done = self._expand(task, np.array(gates, np.int64), float(self.issued))
-        for role, gate, ends in zip(roles, gates, done.tolist(), strict=True):
-            part = self.tasks.add(
-                role,
-                step,
-                "communication",
-                task.name,
-                after=[ends],
-                bytes=task.wire_bytes,
-                exchange=position,
-                gate=ready[role],
-            )
+        done = self._expand(task, np.array(gates, np.int64))
+        for role, gate, end in zip(roles, gates, done.tolist(), strict=True):
+            part = self._part(step, position, role, ready[role], [end])
             self.released[part] = gate
-            self.flying[channel, role].append(part)
-            self.arrivals.setdefault((step, role, task.message), []).append(part)
+            self.flights[task.lane, role].append(part)
+            self.arrivals[step, role, task.message].append(part)
 
-    def _release(self, step: int, role: int, ready: int, channel: str) -> int:
+    def _release(self, step: int, role: int, ready: int, lane: str) -> int:
         """The task at whose end a rank starts its part."""
-        in_flight = self.plan.strategy.schedule.in_flight
-        flying = self.flying[channel, role]
-        before = flying[-in_flight] if len(flying) >= in_flight else -1
-        queue = f"{channel}.{role}"
-        gate = self.tasks.add(role, step, None, "issue", after=[ready, self.gates.get(queue, -1), before])
-        self.gates[queue] = gate
-        return gate
+        flying, queue = self.flights[lane, role], f"{lane}.{role}"
+        before = flying[-self.in_flight] if len(flying) >= self.in_flight else -1
+        self.gates[queue] = self._join(role, step, "issue", [ready, self.gates.get(queue, -1), before])
+        return self.gates[queue]
 
-    def _expand(self, task: Task, ready: Tasks, priority: float) -> Tasks:
+    def _expand(self, task: Task, ready: Ids) -> Ids:
         """Per participant, in the order of `task.ranks`, the task at whose end its part is done."""
         if len(task.ranks) < 2:
             return ready
-        links, size = self._links_of(task), float(task.wire_bytes)
+        straight = {"broadcast": "pull", "reduce": "push"} if self.costs.straight else {}
+        kind = straight.get(task.kind, "push" if task.kind == "gather" else task.kind)
         root = task.ranks.index(task.root) if task.root is not None else 0
-        match task.kind:
-            case "all_reduce":
-                return ring_all_reduce(self.messages, links, size, ready, priority)
-            case "reduce_scatter":
-                return ring_reduce_scatter(self.messages, links, size, ready, priority)
-            case "all_gather":
-                return ring_all_gather(self.messages, links, size, ready, priority)
-            case "broadcast" if self.costs.straight:
-                return pull(self.messages, links, size, root, ready, priority)
-            case "broadcast":
-                return chain_broadcast(self.messages, links, size, root, ready, CHAIN_CHUNKS, priority)
-            case "reduce" if not self.costs.straight:
-                return chain_reduce(self.messages, links, size, root, ready, CHAIN_CHUNKS, priority)
-            case _:
-                return push(self.messages, links, size, root, ready, priority)
+        size, urgency = float(task.wire_bytes), float(self.issued)
+        return add_collective(self.messages, kind, self._links_of(task), size, ready, root, CHAIN_CHUNKS, urgency)
 
     def _links_of(self, task: Task) -> Links:
         key = (task.kind, task.ranks, task.root)
@@ -182,15 +120,10 @@ class _ExpandingBuilder(StepBuilder):
 
 def lone_cost(kind: str, participants: int) -> tuple[float, int]:
     """(bytes on the longest way for each byte put in, latencies on it) of an expanded collective alone."""
-    others = participants - 1
     match kind:
-        case "all_reduce":
-            return 2 * others / participants, 2 * others
-        case "reduce_scatter":
-            return others / participants, others
-        case "all_gather":
-            return float(others), others
         case "broadcast" | "reduce":
-            return (participants + CHAIN_CHUNKS - 2) / CHAIN_CHUNKS, others
+            return (participants + CHAIN_CHUNKS - 2) / CHAIN_CHUNKS, participants - 1
+        case "gather":
+            return participants - 1 + 1 / PIECES, 1
         case _:
-            return others + 1 / PIECES, 1
+            return sent_per_byte(kind, participants), latency_steps(kind, participants)

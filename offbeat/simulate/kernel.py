@@ -5,7 +5,7 @@ with priorities that is wrong, because a more urgent task may become ready befor
 goes back: at time t a free device takes, among the tasks ready by t, the one with the lowest priority number, then the
 earliest ready, then by the graph's tie keys. All that becomes ready at t is known before any device chooses: a task
 that takes no time ends at t, so such tasks run first, in rounds in which every free device whose choice is one of them
-runs it. `offbeat.simulate.reference` says the same in plain Python.
+runs it. `tests/unit/replay_reference.py` says the same in plain Python.
 
 One heap holds the devices by the next moment at which each can start something; each device has a heap of its tasks by
 ready time and, if there are priorities, one of those that are ready by now. Tasks on no device need no event: their
@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 try:
@@ -28,20 +27,21 @@ try:
 except ImportError:
     DefaultOptions = None
 
+from offbeat.compiled import compiled
 from offbeat.simulate.taskgraph import TIE_KEYS, Floats, Ints, TaskGraph
 
 
-def _compiled(function: Any, **options: bool) -> Any:
+def _uncounted(function: Any, **options: bool) -> Any:
     """Numba without reference counts: counting the arrays that helpers pass on takes four fifths of the time, and they
     allocate nothing. The option is not documented; where it is missing, the kernel is slower and otherwise the same."""
     if hasattr(DefaultOptions, "_nrt"):
         options["_nrt"] = False
-    return njit(cache=True, **options)(function)
+    return compiled(function, **options)
 
 
 def _inlined(function: Any) -> Any:
     """Each array is seven machine words, so that calling a helper with a dozen of them costs more than what it does."""
-    return _compiled(function, forceinline=True)
+    return _uncounted(function, forceinline=True)
 
 
 # Rows of structures, not one array per field: what the loop reads of a task or a device then shares a cache line.
@@ -78,18 +78,9 @@ class Replay:
     def binding(self) -> Ints:
         """For each task the one that fixed its start: the dependency seen last, or the task before it on its device if
         it was ready earlier; -1 if it started at once."""
-        graph = self.graph
-        return _bind(
-            graph.first_edge,
-            graph.successor,
-            graph.dense_device,
-            graph.duration_seconds,
-            graph.lag_seconds,
-            self.start,
-            self.end,
-            self.order,
-            len(graph.device_first) - 1,
-        )
+        graph, devices = self.graph, len(self.graph.device_first) - 1
+        tasks = graph.first_edge, graph.successor, graph.dense_device, graph.duration_seconds, graph.lag_seconds
+        return _bind(*tasks, self.start, self.end, self.order, devices)
 
     def critical_path(self) -> Ints:
         """Tasks in time order, each of which fixed the start of the next; the last is the last to end."""
@@ -104,28 +95,18 @@ class Replay:
 def replay(graph: TaskGraph) -> Replay:
     """The step as it would run. The result does not depend on the order in which tasks and edges were listed."""
     start, end, order = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), np.int32)
+    later, now = (np.empty(length, _QUEUED) for length in (len(graph), 0 if graph.priority is None else len(graph)))
+    events, stack = np.empty(len(graph.device_first), _EVENT), np.empty(max(1, len(graph)), np.int32)
+    edges = graph.first_edge, graph.successor
     for level, keys in _levels(graph):
-        counters = np.zeros(3, np.int64)
-        held = 0 if graph.priority is None else len(graph)
-        _run(
-            np.flatnonzero(graph.indegree == 0),
-            graph.first_edge,
-            graph.successor,
-            _task_rows(graph),
-            _device_rows(graph),
-            np.empty(len(graph), _QUEUED),
-            np.empty(held, _QUEUED),
-            np.empty(len(graph.device_first), _EVENT),
-            level,
-            keys,
-            graph.has_instants,
-            start,
-            end,
-            order,
-            np.empty(max(1, len(graph)), np.int32),
-            counters,
-            np.empty((2, len(graph.device_first)), np.int32),
-        )
+        tasks, devices, counters = _task_rows(graph), _device_rows(graph), np.zeros(3, np.int64)
+        sources, loose = np.flatnonzero(graph.indegree == 0), _ANY if len(now) else level
+        _begin(sources, *edges, tasks, devices, later, events, loose, keys, start, end, stack, counters)
+        state = *edges, tasks, devices, later, now, events, level, keys, start, end, order, stack, counters
+        if graph.has_instants:
+            _run_together(*state, np.empty((2, len(graph.device_first)), np.int32))
+        else:
+            _run(*state)
         if not counters[_OPEN]:
             break
     return Replay(graph, start, end, order[: counters[_STARTED]])
@@ -160,7 +141,7 @@ def _device_rows(graph: TaskGraph) -> NDArray[np.void]:
     return rows
 
 
-@_compiled
+@_uncounted
 def _breaks_tie(a, b, tasks, level, ties, counters):
     """Whether task a leaves a queue before task b of the same key (ready time or priority)."""
     if tasks[a].ready != tasks[b].ready:
@@ -263,7 +244,7 @@ def _replace_root(events, devices, size, time, device):
     devices[device].place = at
 
 
-@_compiled
+@_uncounted
 def _drop_root(events, devices, counters):
     counters[_EVENTS] -= 1
     last = counters[_EVENTS]
@@ -356,7 +337,7 @@ def _next_choice(device, devices, later):
     return np.inf
 
 
-@_compiled
+@_uncounted
 def _gather(moment, batch, count, events, devices, counters):
     """Moves the devices that choose at `moment` from the events to the batch; returns how many it holds then."""
     while counters[_EVENTS] and events[0].time <= moment:
@@ -368,131 +349,80 @@ def _gather(moment, batch, count, events, devices, counters):
     return count
 
 
-@_inlined
-def _step(first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters):
-    """The device of the earliest event starts a task. It takes time, so that nothing else chosen now depends on it."""
-    device, moment = events[0].device, events[0].time
-    _head(device, moment, tasks, devices, later, now, level, ties, counters)
-    task = _take(device, moment, tasks, devices, later, now, level, ties, start, end, order, counters)
-    # Its event stays at the root meanwhile, where no later one can pass it.
-    devices[device].place = _CHOOSING
-    later_level = _ANY if len(now) else level
-    _release(task, first_edge, successor, tasks, devices, later, events, later_level, ties, start, end, stack, counters)
-    again = _next_choice(device, devices, later)
-    if again < np.inf:
-        _replace_root(events, devices, counters[_EVENTS], again, device)
-    else:
-        devices[device].place = _IDLE
-        _drop_root(events, devices, counters)
-
-
-@_compiled
-def _step_together(
-    first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters, batch
-):
-    """All devices that choose at the earliest moment do; choices that take no time go first, in rounds."""
-    moment = events[0].time
-    later_level = _ANY if len(now) else level
-    count, instant = 0, True
-    while instant or count == 0:
-        count = _gather(moment, batch[0], count, events, devices, counters)
-        chosen = 0
-        for k in range(count):
-            head = _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters)
-            if head >= 0 and moment + tasks[head].duration == moment:
-                batch[1, chosen] = batch[0, k]
-                chosen += 1
-        instant = chosen > 0
-        if not instant:
-            for k in range(count):
-                if _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters) >= 0:
-                    batch[1, chosen] = batch[0, k]
-                    chosen += 1
-        for k in range(chosen):
-            batch[1, k] = _take(
-                batch[1, k], moment, tasks, devices, later, now, level, ties, start, end, order, counters
-            )
-        for k in range(chosen):
-            i = batch[1, k]
-            _release(
-                i, first_edge, successor, tasks, devices, later, events, later_level, ties, start, end, stack, counters
-            )
-    for k in range(count):
-        devices[batch[0, k]].place = _IDLE
-        again = _next_choice(batch[0, k], devices, later)
-        if again < np.inf:
-            _wake(batch[0, k], again, events, devices, counters)
-
-
-@_compiled
-def _run(
-    sources,
-    first_edge,
-    successor,
-    tasks,
-    devices,
-    later,
-    now,
-    events,
-    level,
-    ties,
-    instants,
-    start,
-    end,
-    order,
-    stack,
-    counters,
-    batch,
-):
-    """Fills start, end and order, or stops and sets _OPEN at a tie that this level does not order."""
-    later_level = _ANY if len(now) else level
+@_uncounted
+def _begin(sources, first_edge, successor, tasks, devices, later, events, level, ties, start, end, stack, counters):
+    """Queues the tasks that wait for nothing."""
     for i in sources:
         if tasks[i].device >= 0:
-            _enqueue(i, 0.0, tasks, devices, later, events, later_level, ties, counters)
+            _enqueue(i, 0.0, tasks, devices, later, events, level, ties, counters)
         else:
             start[i], end[i] = 0.0, tasks[i].duration
-            _release(
-                i, first_edge, successor, tasks, devices, later, events, later_level, ties, start, end, stack, counters
-            )
+            _release(i, first_edge, successor, tasks, devices, later, events, level, ties, start, end, stack, counters)
+
+
+@_uncounted
+def _run(first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters):
+    """Fills start, end and order, or stops and sets _OPEN at a tie that this level does not order.
+
+    The device of the earliest event starts a task. It takes time, so that nothing else chosen now depends on it."""
+    loose = _ANY if len(now) else level  # With priorities, those decide.
     while counters[_EVENTS] and not counters[_OPEN]:
-        if instants:
-            _step_together(
-                first_edge,
-                successor,
-                tasks,
-                devices,
-                later,
-                now,
-                events,
-                level,
-                ties,
-                start,
-                end,
-                order,
-                stack,
-                counters,
-                batch,
-            )
+        device, moment = events[0].device, events[0].time
+        _head(device, moment, tasks, devices, later, now, level, ties, counters)
+        i = _take(device, moment, tasks, devices, later, now, level, ties, start, end, order, counters)
+        # Its event stays at the root meanwhile, where no later one can pass it.
+        devices[device].place = _CHOOSING
+        _release(i, first_edge, successor, tasks, devices, later, events, loose, ties, start, end, stack, counters)
+        again = _next_choice(device, devices, later)
+        if again < np.inf:
+            _replace_root(events, devices, counters[_EVENTS], again, device)
         else:
-            _step(
-                first_edge,
-                successor,
-                tasks,
-                devices,
-                later,
-                now,
-                events,
-                level,
-                ties,
-                start,
-                end,
-                order,
-                stack,
-                counters,
-            )
+            devices[device].place = _IDLE
+            _drop_root(events, devices, counters)
 
 
-@njit(cache=True)
+@_uncounted
+def _run_together(
+    first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters, batch
+):
+    """As `_run` where tasks may take no time: all devices that choose at the earliest moment do; choices that take no
+    time go first, in rounds."""
+    loose = _ANY if len(now) else level  # With priorities, those decide.
+    while counters[_EVENTS] and not counters[_OPEN]:
+        moment = events[0].time
+        count, instant = 0, True
+        while instant or count == 0:
+            count = _gather(moment, batch[0], count, events, devices, counters)
+            chosen = 0
+            for k in range(count):
+                head = _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters)
+                if head >= 0 and moment + tasks[head].duration == moment:
+                    batch[1, chosen] = batch[0, k]
+                    chosen += 1
+            instant = chosen > 0
+            if not instant:
+                for k in range(count):
+                    if _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters) >= 0:
+                        batch[1, chosen] = batch[0, k]
+                        chosen += 1
+            for k in range(chosen):
+                device = batch[1, k]
+                batch[1, k] = _take(
+                    device, moment, tasks, devices, later, now, level, ties, start, end, order, counters
+                )
+            for k in range(chosen):
+                i = batch[1, k]
+                _release(
+                    i, first_edge, successor, tasks, devices, later, events, loose, ties, start, end, stack, counters
+                )
+        for k in range(count):
+            devices[batch[0, k]].place = _IDLE
+            again = _next_choice(batch[0, k], devices, later)
+            if again < np.inf:
+                _wake(batch[0, k], again, events, devices, counters)
+
+
+@compiled
 def _bind(first_edge, successor, device, duration, lag, start, end, order, device_count):
     tasks = len(duration)
     binding = np.full(tasks, -1, np.int32)

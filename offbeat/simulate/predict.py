@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
+from offbeat.cost.memory import peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
+from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.kernel import Replay, replay
 from offbeat.simulate.roles import Roles, find_roles
-from offbeat.simulate.step import Moments, Steps, build_steps
-from offbeat.simulate.taskgraph import TaskGraph
+from offbeat.simulate.step import Steps
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
@@ -26,7 +27,7 @@ SHOWN_STEPS = 2
 """The last steps, which the timeline shows."""
 SHOWN_RANKS = 64
 """With more ranks only one of each role is shown."""
-_ROUNDS = 4
+INTERFERENCE_ROUNDS = 4
 
 
 def simulate(
@@ -53,32 +54,19 @@ def simulate(
         why = "all ranks are expanded" if expand else "its tasks have roots"
         raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all")
     costs = costs or Costs()
-    if expand:
-        from offbeat.simulate.expand import expand_steps
-
-        roles = find_roles(plan, costs.compute_scale, fold=False)
-        expanded = expand_steps(plan, costs, roles, steps)
-        result = _replay_with_interference(expanded.graph, expanded.device, costs.interference)
-        return _timeline(plan, roles, expanded.steps, expanded.summary(result), steps, memory)
-    roles = find_roles(plan, costs.compute_scale, fold)
-    built = build_steps(plan, costs, roles, steps)
-    device, count = np.array(built.tasks.device), len(roles.ranks)
-    # Behind the roles' own pairs come the links away from them, where directions are told apart.
-    device = np.where(device >= 2 * count, 2 * (device // 2 % count) + 1, device)
-    result = _replay_with_interference(built.tasks.graph, device, costs.interference)
-    return _timeline(plan, roles, built, Moments(result.start, result.end, result.critical_path()), steps, memory)
+    roles = find_roles(plan, costs.compute_scale, fold and not expand)
+    built = (ExpandedSteps if expand else Steps)(plan, costs, roles, steps)
+    return _timeline(built, _replay_with_interference(built, costs.interference), steps, memory)
 
 
-def _replay_with_interference(
-    graph: Callable[[NDArray[np.float64] | None], TaskGraph], device: NDArray[np.integer], interference: float
-) -> Replay:
-    result = replay(graph(None))
+def _replay_with_interference(built: Steps, interference: float) -> Replay:
+    result = replay(built.graph())
     if interference <= 0:
         return result
-    base = result.graph.duration_seconds
+    base, device = result.graph.duration_seconds, built.device
     # Devices come in pairs: a role computes on an even one and sends on the odd one behind it.
     computing = (device >= 0) & (device % 2 == 0)
-    for _ in range(_ROUNDS):
+    for _ in range(INTERFERENCE_ROUNDS):
         overlap = np.zeros(len(base))
         for role in np.unique(device[computing] // 2):
             link = device == 2 * role + 1
@@ -86,7 +74,7 @@ def _replay_with_interference(
             busy = busy_until(result.start[link], result.end[link])
             overlap[mine] = busy(result.end[mine]) - busy(result.start[mine])
         slower = base + np.where(computing, overlap * interference / (1 + interference), 0.0)
-        result = replay(graph(slower))
+        result = replay(built.graph(slower))
     return result
 
 
@@ -107,95 +95,64 @@ def busy_until(
     return lambda at: np.interp(at, times, values)
 
 
-def _timeline(plan: Plan, roles: Roles, built: Steps, result: Moments, steps: int, memory: bool) -> Timeline:
-    tasks = built.tasks
-    begins = result.start[built.first]
-    finishes = result.end[built.last]
-    shown = steps - SHOWN_STEPS
+def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timeline:
+    roles, count, shown = built.roles, len(built.tasks), steps - SHOWN_STEPS
+    start, end = built.started(result), result.end[:count]
+    begins = start[built.first]
     zero = float(begins[:, shown].min())
-    kind = np.array([-1 if kind is None else KINDS.index(kind) for kind in tasks.kind], np.int8)
-    step = np.array(tasks.step, np.int32)
+    kind = np.array([-1 if task.kind is None else KINDS.index(task.kind) for task in built.tasks], np.int8)
+    step = built.column("step", np.int32)
     spans = np.flatnonzero((kind >= 0) & (step >= shown))
-    position_of = np.full(len(kind), -1)
-    position_of[spans] = np.arange(len(spans))
-    path = position_of[result.path]
-    names = {name: number for number, name in enumerate(dict.fromkeys(tasks.name))}
-    gate = np.array(tasks.gate)[spans]
-    queued = np.where(gate >= 0, result.end[gate] - zero, np.nan)
-    role = np.array(tasks.role)[spans]
+    names = {name: number for number, name in enumerate(dict.fromkeys(task.name for task in built.tasks))}
+    gate = built.column("gate")[spans]
+    role = built.column("role")[spans]
     columns = {
-        "start": result.start[spans] - zero,
-        "end": result.end[spans] - zero,
+        "start": start[spans] - zero,
+        "end": end[spans] - zero,
         "track": (kind[spans] == KINDS.index("communication")).astype(np.int32),
         "kind": kind[spans],
-        "name": np.array([names[tasks.name[i]] for i in spans], np.int32),
+        "name": np.array([names[built.tasks[i].name] for i in spans], np.int32),
         "step": step[spans] - shown,
-        "queued": queued,
-        "bytes": np.array(tasks.bytes, np.int64)[spans],
-        "task": np.array(tasks.exchange, np.int32)[spans],
+        "queued": np.where(gate >= 0, end[gate] - zero, np.nan),
+        "bytes": built.column("bytes", np.int64)[spans],
+        "task": built.column("exchange", np.int32)[spans],
     }
-    marks = np.column_stack((begins[:, shown:], finishes)) - zero
+    marks = np.column_stack((begins[:, shown:], end[built.host])) - zero
     # The last step has no successor to overlap with, so its end says nothing: repeat the step before it.
     marks[:, -1] = 2 * marks[:, -2] - marks[:, -3]
-    rank_of_role = np.array([ranks[0] for ranks in roles.ranks])
-    notes: tuple[str, ...] = ()
-    everyone = sum(len(ranks) for ranks in roles.ranks)
-    if everyone > len(roles.ranks):
-        if everyone <= SHOWN_RANKS:
-            return _unfolded(plan, roles, columns, role, marks, tuple(names), path[path >= 0], memory)
-        notes = (f"{everyone} ranks in {len(roles.ranks)} roles: one rank of each is shown",)
+    shown_ranks = _shown_ranks(roles)
+    index, copies = _copies(role, shown_ranks)
+    # The path stays with the ranks that stand for their roles.
+    place = np.full(len(result.start), -1)
+    standing = np.flatnonzero(np.isin(copies, roles.representatives))
+    place[spans[index[standing]]] = standing
+    path = place[result.critical_path()]
+    peaks = [peak_memory(built.plan, rank).total for rank in roles.representatives] if memory else []
+    everyone = sum(map(len, roles.ranks))
+    alike = f"{everyone} ranks in {len(roles.ranks)} roles: one rank of each is shown"
     return Timeline(
         names=tuple(names),
         tracks=(COMPUTE, NETWORK),
-        rank=rank_of_role[role].astype(np.int32),
-        marks=marks,
-        peak_memory=_peaks(plan, rank_of_role.tolist()) if memory else (),
+        rank=copies,
+        marks=marks[list(shown_ranks.values())],
+        peak_memory=tuple(peaks[number] for number in shown_ranks.values()) if memory else (),
         critical=path[path >= 0],
         source="predicted",
-        notes=notes,
-        **columns,
+        notes=(alike,) if len(shown_ranks) < everyone else (),
+        **{name: column[index] for name, column in columns.items()},
     )
 
 
-def _unfolded(
-    plan: Plan,
-    roles: Roles,
-    columns: dict[str, NDArray],
-    role: NDArray[np.int64],
-    marks: NDArray[np.float64],
-    names: tuple[str, ...],
-    critical: NDArray[np.int64],
-    memory: bool,
-) -> Timeline:
-    """Every rank with the spans of its role."""
-    ranks = np.array([rank for members in roles.ranks for rank in members])
-    role_of = np.array([number for number, members in enumerate(roles.ranks) for _ in members])
-    order = np.argsort(ranks)
-    ranks, role_of = ranks[order], role_of[order]
-    picked = [np.flatnonzero(role == number) for number in role_of]
-    index = np.concatenate(picked)
-    copies = np.repeat(ranks, [len(part) for part in picked])
-    # The path stays with the ranks that stand for their roles.
-    place = np.full(len(role), -1)
-    firsts = {members[0] for members in roles.ranks}
-    standing = np.flatnonzero(np.isin(copies, list(firsts)))
-    place[index[standing]] = standing
-    peaks = (
-        dict(zip((m[0] for m in roles.ranks), _peaks(plan, [m[0] for m in roles.ranks]), strict=True)) if memory else {}
-    )
-    return Timeline(
-        names=names,
-        tracks=(COMPUTE, NETWORK),
-        rank=copies.astype(np.int32),
-        marks=marks[role_of],
-        peak_memory=tuple(peaks[roles.ranks[number][0]] for number in role_of) if memory else (),
-        critical=place[critical],
-        source="predicted",
-        **{name: column[index] for name, column in columns.items()},  # type: ignore[arg-type]
-    )
+def _shown_ranks(roles: Roles) -> dict[int, int]:
+    """The ranks that a timeline shows, in order, and their roles: all of them or, of many, one for each role."""
+    few = sum(map(len, roles.ranks)) <= SHOWN_RANKS
+    shown = ((rank, number) for number, ranks in enumerate(roles.ranks) for rank in (ranks if few else ranks[:1]))
+    return dict(sorted(shown))
 
 
-def _peaks(plan: Plan, ranks: list[int]) -> tuple[int, ...]:
-    from offbeat.cost.memory import peak_memory
-
-    return tuple(peak_memory(plan, rank).total for rank in ranks)
+def _copies(role: NDArray[np.int64], shown: dict[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Each shown rank's spans, given the role of every span; and the rank of each of them."""
+    order = np.argsort(role, kind="stable")
+    edges = np.searchsorted(role[order], np.arange(max(shown.values()) + 2))
+    picked = [order[edges[number] : edges[number + 1]] for number in shown.values()]
+    return np.concatenate(picked), np.repeat(np.array(list(shown), np.int32), [len(part) for part in picked])

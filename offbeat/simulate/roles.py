@@ -90,16 +90,12 @@ def _number(signatures: Mapping[int, Hashable]) -> dict[int, int]:
 
 def _exchanges(plan: Plan, role_of: Mapping[int, int]) -> tuple[Exchange, ...]:
     everyone = tuple(dict.fromkeys(role_of.values()))
-    grouped: dict[Hashable, list[Task]] = {}
-    roles_at: dict[Hashable, tuple[int, ...]] = {}
+    grouped: dict[tuple[tuple[int, ...], int, int, int, str, int], list[Task]] = defaultdict(list)
     for task in plan.tasks:
         if len(task.ranks) == len(plan.replicas):
             roles = everyone
         else:
             roles = tuple(sorted({role_of[rank] for rank in task.ranks if rank in role_of}))
-        if not roles:
-            continue
-        key = (task.message, task.stage, task.start, task.kind, len(task.ranks), roles)
-        grouped.setdefault(key, []).append(task)
-        roles_at[key] = roles
-    return tuple(Exchange(tasks[0], tuple(tasks), roles_at[key]) for key, tasks in grouped.items())
+        if roles:
+            grouped[roles, task.message, task.stage, task.start, task.kind, len(task.ranks)].append(task)
+    return tuple(Exchange(tasks[0], tuple(tasks), roles) for (roles, *_), tasks in grouped.items())

@@ -1,112 +1,43 @@
-"""Plan + Costs → the tasks of some consecutive steps, as the runtime would run them.
+"""Plan + Costs → the tasks of some consecutive steps: the plan's StepProgram, walked once per role and step.
 
 Each role has one queue for compute and one for its link, or two where messages to and from servers take its directions
-for different times. Compute is the plan's segments in order. A message goes out when the segment that completes its
-last gradient has ended and everything before it in the issue order has been issued; all participants must have come
-that far. In deferred mode the segment that first reads a variable waits for it and applies its update; in barrier mode
-the end of the step waits for everything. Owners' updates and returning parameters run in `step()`, in the plan's order,
-as in `offbeat.runtime.engine`.
+for different times. The program says what a step does and in which order; here it gets its seconds, and roles wait for
+each other: a collective starts when all its participants have come to it and everything before it has been issued.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cost.measured import Costs, in_a_row
+from offbeat.cost.measured import Costs, in_a_row, message_updates, update_seconds
 from offbeat.cost.tables import Collectives
-from offbeat.cost.updates import message_updates, portions
 from offbeat.plan import Plan, Task
+from offbeat.plan.program import Component
+from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Exchange, Roles
 from offbeat.simulate.taskgraph import TaskGraph
 from offbeat.timeline import Kind
 
 
-@dataclass
-class Tasks:
-    """Tasks being collected, as columns."""
+class StepTask(NamedTuple):
+    """A task of some role in some step."""
 
-    seconds: list[float] = field(default_factory=list)
-    device: list[int] = field(default_factory=list)
-    lag: list[float] = field(default_factory=list)
-    priority: list[int] = field(default_factory=list)
-    role: list[int] = field(default_factory=list)
-    step: list[int] = field(default_factory=list)
-    kind: list[Kind | None] = field(default_factory=list)
+    role: int
+    step: int
+    kind: Kind | None
     """None for tasks that only join others."""
-    name: list[str] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
-    exchange: list[int] = field(default_factory=list)
-    gate: list[int] = field(default_factory=list)
+    name: str
+    seconds: float = 0.0
+    device: int = -1
+    lag: float = 0.0
+    priority: int = 0
+    bytes: int = 0
+    exchange: int = -1
+    gate: int = -1
     """For a collective, the task whose end is the moment it could go; -1 for others."""
-    edges: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(
-        self,
-        role: int,
-        step: int,
-        kind: Kind | None,
-        name: str,
-        seconds: float = 0.0,
-        device: int = -1,
-        *,
-        lag: float = 0.0,
-        after: Sequence[int] = (),
-        priority: int = 0,
-        bytes: int = 0,
-        exchange: int = -1,
-        gate: int = -1,
-    ) -> int:
-        index = len(self.seconds)
-        self.seconds.append(seconds)
-        self.device.append(device)
-        self.lag.append(lag)
-        self.priority.append(priority)
-        self.role.append(role)
-        self.step.append(step)
-        self.kind.append(kind)
-        self.name.append(name)
-        self.bytes.append(bytes)
-        self.exchange.append(exchange)
-        self.gate.append(gate)
-        self.edges.extend((before, index) for before in after if before >= 0)
-        return index
-
-    def graph(self, seconds: NDArray[np.float64] | None = None) -> TaskGraph:
-        return TaskGraph.from_arrays(
-            np.array(self.seconds) if seconds is None else seconds,
-            np.array(self.device, np.int64),
-            np.array(self.edges, np.int64).reshape(-1, 2),
-            priority=np.array(self.priority, np.float64),
-            lag_seconds=np.array(self.lag),
-        )
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The tasks of some steps, and where each role's steps begin."""
-
-    tasks: Tasks
-    first: NDArray[np.int64]
-    """First task of each role (row) in each step (column)."""
-    last: NDArray[np.int64]
-    """Last compute task of each role in the last step."""
-
-
-class Moments(NamedTuple):
-    """When each task of `Steps` ran, and those on the critical path in time order."""
-
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
-    path: NDArray[np.integer]
-
-
-def build_steps(plan: Plan, costs: Costs, roles: Roles, steps: int) -> Steps:
-    """The tasks of `steps` consecutive steps."""
-    return StepBuilder(plan, costs, roles).build(steps)
 
 
 def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
@@ -135,7 +66,7 @@ def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> l
         found.append(price)
         overhead.append(min(price[0], costs.overhead(exchange.task, links)))
         if sum(price) > 0:
-            rows[channel_of(exchange), exchange.roles, len(exchange.task.ranks)].append(position)
+            rows[exchange.task.lane, exchange.roles, len(exchange.task.ranks)].append(position)
     for row in rows.values():
         taken = in_a_row([found[p][0] for p in row], [overhead[p] for p in row], in_flight)
         for position, seconds in zip(row, taken, strict=True):
@@ -143,166 +74,148 @@ def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> l
     return found
 
 
-def channel_of(exchange: Exchange) -> str:
-    """Gradients go up; what an owner returns comes back on a channel of its own."""
-    return "back" if exchange.task.stage > 0 and exchange.task.delivers else "up"
+class Steps:
+    """The tasks of some consecutive steps, and where each role's steps begin."""
 
-
-class StepBuilder:
-    """Adds step after step to the tasks."""
-
-    def __init__(self, plan: Plan, costs: Costs, roles: Roles) -> None:
+    def __init__(self, plan: Plan, costs: Costs, roles: Roles, steps: int) -> None:
         self.plan = plan
         self.costs = costs
         self.roles = roles
-        self.tasks = Tasks()
-        count = len(roles.ranks)
-        self.host = [-1] * count
+        self.tasks: list[StepTask] = []
+        self.edges: list[tuple[int, int]] = []
+        self.host = [-1] * len(roles.ranks)
         """Last compute task of each role."""
-        self.barrier = plan.mode == "barrier"
+        self.program = plan.program
         self.seconds = segment_seconds(plan, costs, roles).tolist()
-        self.components = plan.components
-        self.readers = self._readers()
         self.updates = message_updates(plan)
-        self.portions = portions(plan) if costs.portions else {}
-        self.heads = [i for i, e in enumerate(roles.exchanges) if e.task.stage == 0 and e.task.kind != "update"]
-        self.tails = [
-            i
-            for i, e in enumerate(roles.exchanges)
-            if e.task.stage > 0 and not plan.messages[e.task.message].replicated
-        ]
+        place = {exchange.task.index: number for number, exchange in enumerate(roles.exchanges)}
+        self.sends = [(place[send.task.index], send) for send in self.program.sends if send.task.index in place]
+        self.tail = [place[later.task.index] for later in self.program.tail if later.task.index in place]
         self.cost = exchange_costs(plan, costs, roles.exchanges)
-        self.arrivals: dict[tuple[int, int, int], list[int]] = {}
+        self.arrivals: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
         self.flights: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """Per queue and role, the ends of its parts in collectives, where directions are told apart."""
+        """Per queue and role, the ends of its parts in collectives, where those are told apart."""
         self.in_flight = plan.strategy.schedule.in_flight
         self.collectives = Collectives(plan.cluster)
         self.two_ways = any(costs.goes_straight(exchange.task) for exchange in roles.exchanges)
         self.issued = 0
+        self.first: NDArray[np.int64] = np.array([self._step(step) for step in range(steps)]).T
+        """First task of each role (row) in each step (column)."""
 
-    def build(self, steps: int) -> Steps:
-        firsts = [self.add_step(step) for step in range(steps)]
-        return Steps(self.tasks, np.array(firsts).T, np.array(self.host))
+    def column(self, name: str, dtype: Any = None) -> NDArray[Any]:
+        """One field of all tasks."""
+        return np.array([getattr(task, name) for task in self.tasks], dtype)
 
-    # What does not change from step to step
+    @property
+    def device(self) -> NDArray[np.int64]:
+        """Where each task of the graph runs: role r computes on 2 r and sends and receives on 2 r + 1."""
+        device, roles = self.column("device", np.int64), len(self.roles.ranks)
+        # Behind the roles' own pairs come the links away from them, where directions are told apart.
+        return np.where(device >= 2 * roles, 2 * (device // 2 % roles) + 1, device)
 
-    def _readers(self) -> dict[int, list[tuple[int, ...]]]:
-        """For each segment, the components (messages by index) it is the first to wait for."""
-        component_of = {m: number for number, component in enumerate(self.components) for m in component}
-        components_of: dict[str, list[int]] = defaultdict(list)
-        for message in self.plan.messages:
-            for name in message.variables:
-                components_of[name].append(component_of[message.index])
-        readers: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        seen: set[int] = set()
-        for position, segment in enumerate(self.plan.segments):
-            for name in segment.reads:
-                for number in components_of.get(name, ()):
-                    if number not in seen:
-                        seen.add(number)
-                        readers[position].append(self.components[number])
-        readers[0] += [component for number, component in enumerate(self.components) if number not in seen]
-        return readers
+    def graph(self, seconds: NDArray[np.float64] | None = None) -> TaskGraph:
+        """All tasks, with other durations where `seconds` are given."""
+        return TaskGraph.from_arrays(
+            self.column("seconds") if seconds is None else seconds,
+            self.column("device", np.int64),
+            np.array(self.edges, np.int64).reshape(-1, 2),
+            priority=self.column("priority", np.float64),
+            lag_seconds=self.column("lag"),
+        )
 
-    # One step
+    def started(self, result: Replay) -> NDArray[np.float64]:
+        """When each of `tasks` started in a replay of the graph."""
+        return result.start
 
-    def add_step(self, step: int) -> list[int]:
+    def _add(self, task: StepTask, after: Iterable[int] = ()) -> int:
+        index = len(self.tasks)
+        self.tasks.append(task)
+        self.edges.extend((before, index) for before in after if before >= 0)
+        return index
+
+    def _join(self, role: int, step: int, name: str, after: Iterable[int], seconds: float = 0.0) -> int:
+        return self._add(StepTask(role, step, None, name, seconds), after)
+
+    def _step(self, step: int) -> list[int]:
         first = []
         for role in range(len(self.roles.ranks)):
-            begin = len(self.tasks.seconds)
+            first.append(len(self.tasks))
             if self.costs.gap_seconds:
                 self._compute(role, step, "other", "between steps", self.costs.gap_seconds)
             self._forward(role, step)
-            first.append(begin)
-        ready = [self._backward(role, step) for role in range(len(self.roles.ranks))]
-        self._send_gradients(step, ready)
+        behind = range(self.program.ahead, len(self.program.slots))
+        ready = [[self._slot(role, step, slot) for slot in behind] for role in range(len(self.roles.ranks))]
+        for position, send in self.sends:
+            late = send.regime != "synchronous"
+            roles = self.roles.exchanges[position].roles
+            after = {role: self.host[role] if late else ready[role][send.slot - behind.start] for role in roles}
+            self._send(step, position, after)
         self._end_step(step)
         return first
 
     def _compute(
-        self, role: int, step: int, kind: Kind | None, name: str, seconds: float, after: Sequence[int] = (), **more: int
+        self, role: int, step: int, kind: Kind | None, name: str, seconds: float, after: Iterable[int] = ()
     ) -> int:
-        device = 2 * role if seconds > 0 else -1
-        index = self.tasks.add(role, step, kind, name, seconds, device, after=[self.host[role], *after], **more)
-        self.host[role] = index
-        return index
+        task = StepTask(role, step, kind, name, seconds, 2 * role if seconds > 0 else -1)
+        self.host[role] = self._add(task, [self.host[role], *after])
+        return self.host[role]
+
+    def _slot(self, role: int, step: int, number: int) -> int:
+        slot = self.program.slots[number]
+        return self._compute(role, step, slot.phase, slot.name, self.seconds[role][slot.segment])
 
     def _forward(self, role: int, step: int) -> None:
-        for position, segment in enumerate(self.plan.segments):
-            if segment.phase != "forward" or segment.recomputed or segment.microbatch:
-                continue
-            if not self.barrier and step:
-                for component in self.readers.get(position, ()):
-                    self._settle(role, step - 1, component, step)
-            self._compute(role, step, "forward", segment.name, self.seconds[role][position])
+        settles = self.program.settles if step and not self.program.barrier else ()
+        waited = deque(self.program.components[number] for number in settles)
+        for number in range(self.program.ahead):
+            while waited and waited[0].slot == number:
+                self._settle(role, step - 1, waited.popleft(), step)
+            self._slot(role, step, number)
 
-    def _settle(self, role: int, sent: int, component: tuple[int, ...], step: int) -> None:
-        """Waits for the messages of a component, sent in step `sent`, and applies what every replica applies."""
-        stale = max(self.plan.messages[index].staleness for index in component)
-        if any(self.plan.messages[index].asynchronous for index in component):
+    def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
+        """Waits for a component that was sent in step `sent`, and applies what every replica applies."""
+        first = component.messages[0]
+        arrived = self._arrived(role, sent - component.staleness, component.messages)
+        if component.asynchronous or not arrived:
             return
-        arrived = [t for index in component for t in self.arrivals.get((sent - stale, role, index), ())]
-        if not arrived:
+        if component.slices and self.costs.portions:
+            elements = self.plan.messages[first].elements
+            for end, task in zip(arrived, component.slices, strict=True):
+                seconds = self._update_seconds((first,), (task.stop - task.start) / elements)
+                self._compute(role, step, "update", f"update m{first}", seconds, [end])
             return
-        if component[0] in self.portions:
-            self._settle_portions(role, step, component[0], arrived)
-            return
-        mine = [index for index in component if self.plan.messages[index].replicated]
-        size = sum(self.plan.messages[index].bytes for index in mine)
-        seconds = self.costs.update(size, sum(self.updates[index] for index in mine)) if mine else 0.0
-        self._compute(role, step, "update" if mine else None, f"update m{component[0]}", seconds, arrived)
+        seconds = self._update_seconds(component.applied) if component.applied else 0.0
+        self._compute(role, step, "update" if component.applied else None, f"update m{first}", seconds, arrived)
 
-    def _settle_portions(self, role: int, step: int, index: int, arrived: list[int]) -> None:
-        """Applies a message's slices as they arrive, one after the other."""
-        message = self.plan.messages[index]
-        for part, task in zip(arrived, self.portions[index], strict=True):
-            share = (task.stop - task.start) / message.elements
-            seconds = self.costs.update(message.bytes * share, self.updates[index] * share)
-            self._compute(role, step, "update", f"update m{index}", seconds, [part])
+    def _arrived(self, role: int, sent: int, messages: Iterable[int]) -> list[int]:
+        return [task for index in messages for task in self.arrivals.get((sent, role, index), ())]
 
-    def _backward(self, role: int, step: int) -> dict[str, int]:
-        """The task that completes each variable's gradient."""
-        ready: dict[str, int] = {}
-        for position, segment in enumerate(self.plan.segments):
-            if segment.phase == "optimizer" or not (
-                segment.phase == "backward" or segment.recomputed or segment.microbatch
-            ):
-                continue
-            kind: Kind = "backward" if segment.phase == "backward" else "forward"
-            task = self._compute(role, step, kind, segment.name, self.seconds[role][position])
-            for name in segment.completes:
-                ready[name] = task
-        return ready
+    def _update_seconds(self, messages: Sequence[int], share: float = 1.0) -> float:
+        return update_seconds(self.plan, self.costs, self.updates, messages, share)
 
-    def _send_gradients(self, step: int, ready: list[dict[str, int]]) -> None:
-        for position in self.heads:
-            exchange = self.roles.exchanges[position]
-            message = self.plan.messages[exchange.task.message]
-            after = {role: [ready[role][name] for name in exchange.task.waits_for] for role in exchange.roles}
-            if message.staleness or message.asynchronous:
-                after = {role: [self.host[role]] for role in exchange.roles}
-            self._send(step, position, after, "up")
-
-    def _send(self, step: int, position: int, after: dict[int, list[int]], channel: str) -> None:
+    def _send(self, step: int, position: int, after: dict[int, int]) -> None:
         """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
         exchange = self.roles.exchanges[position]
-        queue = f"{channel}.{exchange.roles}.{len(exchange.task.ranks)}"
-        ready = {role: self.tasks.add(role, step, None, "ready", after=before) for role, before in after.items()}
-        before = [*ready.values(), self.gates.get(queue, -1)]
-        gate = self.gates[queue] = self.tasks.add(exchange.roles[0], step, None, "issue", after=before)
+        queue = f"{exchange.task.lane}.{exchange.roles}.{len(exchange.task.ranks)}"
+        ready = {role: self._join(role, step, "ready", [before]) for role, before in after.items()}
+        gate = self._join(exchange.roles[0], step, "issue", [*ready.values(), self.gates.get(queue, -1)])
+        self.gates[queue] = gate
         self.issued += 1
         if self.costs.goes_straight(exchange.task):
-            self._send_straight(step, position, ready, gate, queue)
-            return
-        if self.two_ways:
-            self._send_around(step, position, ready, gate, queue)
-            return
-        seconds, lag = self.cost[position]
-        for role, queued in ready.items():
-            sent = self._part(step, position, role, queued, seconds, 2 * role + 1, [gate], lag)
-            self.arrivals.setdefault((step, role, exchange.task.message), []).append(sent)
+            ends = self._send_straight(step, position, ready, gate, queue)
+        elif self.two_ways:
+            ends = self._send_around(step, position, ready, gate, queue)
+        else:
+            seconds, lag = self.cost[position]
+            ends = {
+                role: self._part(step, position, role, queued, [gate], seconds, 2 * role + 1, lag)
+                for role, queued in ready.items()
+            }
+        for role, end in ends.items():
+            self.flights[queue, role].append(end)
+            self.arrivals[step, role, exchange.task.message].append(end)
 
     def _part(
         self,
@@ -310,60 +223,42 @@ class StepBuilder:
         position: int,
         role: int,
         queued: int,
-        seconds: float,
-        device: int,
         after: list[int],
+        seconds: float = 0.0,
+        device: int = -1,
         lag: float = 0.0,
     ) -> int:
         """What a role has to do with a collective."""
-        task = self.roles.exchanges[position].task
-        return self.tasks.add(
-            role,
-            step,
-            "communication",
-            task.name,
-            seconds,
-            device,
-            lag=lag,
-            after=after,
-            priority=self.issued,
-            bytes=task.wire_bytes,
-            exchange=position,
-            gate=queued,
-        )
+        task, urgency = self.roles.exchanges[position].task, self.issued if device >= 0 else 0
+        more = seconds, device, lag, urgency, task.wire_bytes, position, queued
+        return self._add(StepTask(role, step, "communication", task.name, *more), after)
 
     def _outgoing(self, role: int) -> int:
         """The device of a role's link away from it, where the two directions are told apart."""
         return 2 * (len(self.roles.ranks) + role) + 1
 
-    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> None:
-        """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
-        the slowest link; a faster one it leaves to them for the rest of the time."""
-        task = self.roles.exchanges[position].task
-        seconds, lag = self.cost[position]
-        slowest = self.plan.cluster.ring_bandwidth(task.ranks)
-        begun = [self._begin(step, role, gate, queue) for role in ready]
-        parts = []
-        for role, queued in ready.items():
-            node = self.plan.cluster.node_of(self.roles.ranks[role][0])
-            taken = seconds * min(1.0, slowest / self.plan.cluster.node_bandwidth(node))
-            parts.append(self._part(step, position, role, queued, taken, 2 * role + 1, begun))
-            back = self.tasks.add(
-                role, step, None, "other way", taken, self._outgoing(role), after=begun, priority=self.issued
-            )
-            parts.append(back)
-        for role in ready:
-            end = self.tasks.add(role, step, None, "end", lag, after=parts)
-            self.flights[queue, role].append(end)
-            self.arrivals.setdefault((step, role, task.message), []).append(end)
-
     def _begin(self, step: int, role: int, gate: int, queue: str, seconds: float = 0.0) -> int:
         """The task at whose end a role takes part: one of the `in_flight` before has ended for it."""
         flights = self.flights[queue, role]
         before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
-        return self.tasks.add(role, step, None, "begin", seconds, after=[gate, before])
+        return self._join(role, step, "begin", [gate, before], seconds)
 
-    def _send_straight(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> None:
+    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
+        """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
+        the slowest link; a faster one it leaves to them for the rest of the time. Returns its end for each role."""
+        cluster, (seconds, lag) = self.plan.cluster, self.cost[position]
+        slowest = cluster.ring_bandwidth(self.roles.exchanges[position].task.ranks)
+        begun = [self._begin(step, role, gate, queue) for role in ready]
+        parts = []
+        for role, queued in ready.items():
+            node = cluster.node_of(self.roles.ranks[role][0])
+            taken = seconds * min(1.0, slowest / cluster.node_bandwidth(node))
+            parts.append(self._part(step, position, role, queued, begun, taken, 2 * role + 1))
+            back = StepTask(role, step, None, "other way", taken, self._outgoing(role), priority=self.issued)
+            parts.append(self._add(back, begun))
+        return {role: self._join(role, step, "end", parts, lag) for role in ready}
+
+    def _send_straight(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
         """A collective to or from a root, which takes each role's link in one direction and for a time of its own.
 
         What a role sends may be on its way to one root while others' is still arriving at another.
@@ -374,20 +269,13 @@ class StepBuilder:
         begun = {role: self._begin(step, role, gate, queue, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
-            incoming = (role == root) == (task.kind == "reduce")
+            incoming = task.fills_incoming(task.root if role == root else None)
             device = 2 * role + 1 if incoming else self._outgoing(role)
-            parts[role] = self._part(step, position, role, queued, price[role][1], device, [begun[role], begun[root]])
-        for role in ready:
-            if role == root:
-                needed = list(parts.values())
-            elif task.kind == "reduce":
-                needed = [parts[role]]
-            else:
-                # All share the root's link: whoever receives from it has everything when the last one has.
-                needed = [parts[role], parts[root]]
-            end = self.tasks.add(role, step, None, "end", after=needed)
-            self.flights[queue, role].append(end)
-            self.arrivals.setdefault((step, role, task.message), []).append(end)
+            parts[role] = self._part(step, position, role, queued, [begun[role], begun[root]], price[role][1], device)
+        # All share the root's link: whoever receives from it has everything when the last one has.
+        shared = [] if task.kind == "reduce" else [parts[root]]
+        needed = {role: list(parts.values()) if role == root else [parts[role], *shared] for role in ready}
+        return {role: self._join(role, step, "end", needed[role]) for role in ready}
 
     def _straight_price(self, task: Task, role: int) -> tuple[float, float]:
         members = self.roles.ranks[role]
@@ -397,35 +285,30 @@ class StepBuilder:
 
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""
-        if self.barrier:
-            for role in range(len(self.roles.ranks)):
-                self._wait_for_gradients(role, step)
-        for position in self.tails:
+        roles, barrier = range(len(self.roles.ranks)), self.program.barrier
+        for role in roles if barrier and self.program.whole else ():
+            self._apply_whole(role, step)
+        for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]
             for role in exchange.roles:
                 before = self.arrivals.pop((step, role, message.index), [])
-                seconds, kind, name = 0.0, None, "wait"
                 if exchange.task.kind == "update":
                     share = len(exchange.task.ranks) if message.synchronizer == "sharded" else 1
                     seconds = self.costs.update(message.bytes / share, self.updates[message.index] / share)
-                    kind, name = "update", f"update m{message.index}"
-                self._compute(role, step, kind, name, seconds, before)  # type: ignore[arg-type]
+                    self._compute(role, step, "update", f"update m{message.index}", seconds, before)
+                else:
+                    self._compute(role, step, None, "wait", 0.0, before)
             if exchange.task.kind != "update":
-                where = {role: [self.host[role]] for role in exchange.roles}
-                self._send(step, position, where, channel_of(exchange))
-        if self.barrier:
-            for role in range(len(self.roles.ranks)):
-                for component in self.components:
-                    if not all(self.plan.messages[index].replicated for index in component):
-                        self._settle(role, step, component, step)
+                self._send(step, position, {role: self.host[role] for role in exchange.roles})
+        for role in roles if barrier else ():
+            for component in self.program.components:
+                if len(component.applied) < len(component.messages):
+                    self._settle(role, step, component, step)
 
-    def _wait_for_gradients(self, role: int, step: int) -> None:
-        """`step()` of barrier mode, as far as every replica applies the update: one optimizer call for all."""
-        mine = [m for m in self.plan.messages if m.replicated and not m.asynchronous]
-        arrived = [t for m in mine for t in self.arrivals.get((step - m.staleness, role, m.index), ())]
-        if not mine:
-            return
+    def _apply_whole(self, role: int, step: int) -> None:
+        """Barrier mode: one optimizer call for everything that every replica applies."""
+        mine = [self.plan.messages[index] for index in self.program.whole]
+        arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
         self._compute(role, step, None, "wait", 0.0, arrived)
-        seconds = self.costs.update(sum(m.bytes for m in mine), sum(self.updates[m.index] for m in mine))
-        self._compute(role, step, "optimizer", "optimizer", seconds)
+        self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))

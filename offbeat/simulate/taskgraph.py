@@ -8,19 +8,18 @@ not depend on the order in which tasks were listed: the longer tail (seconds fro
 longest path behind it) goes first, then comes a structural hash of Weisfeiler and Lehman's kind. What a hash cannot
 tell apart is symmetric, but choices among symmetric tasks must agree with each other on all devices; `separate` makes
 them agree by marking one task of a symmetric class and hashing again, as canonical labelling does. Its work is bounded
-(`SEPARATION_WORK`): in a huge graph with many symmetries, give tasks a `label` or `names`, which settle all of this.
+(`SEPARATION_WORK`): in a huge graph with many symmetries, give tasks a `label`, which settles all of this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from zlib import crc32
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from offbeat.compiled import compiled
 from offbeat.errors import OffbeatError
 from offbeat.units import quote
 
@@ -54,7 +53,6 @@ class TaskGraph:
     indegree: Ints
     topological: Ints
     """Tasks in an order in which each follows all that it waits for."""
-    names: Sequence[str] | None = None
     label: NDArray[np.int64] | None = None
     """What tells tasks apart that are otherwise alike, such as the number of a chunk; part of the structural hash."""
 
@@ -66,47 +64,35 @@ class TaskGraph:
         edges: ArrayLike,
         priority: ArrayLike | None = None,
         lag_seconds: ArrayLike | None = None,
-        names: Sequence[str] | None = None,
         label: ArrayLike | None = None,
     ) -> "TaskGraph":
         """N durations and devices, E pairs (before, after); raises OffbeatError naming the first bad value."""
-        duration = _seconds(duration_seconds, "duration_seconds", None)
+        duration = _column(duration_seconds, "duration_seconds", None, _are_seconds, _NO_SECONDS) + 0.0
         tasks = len(duration)
         if tasks > MOST_TASKS:
             raise OffbeatError(f"duration_seconds: {tasks} tasks are more than the {MOST_TASKS} that fit")
-        if names is not None and len(names) != tasks:
-            raise OffbeatError(f"names: {len(names)} given for {tasks} tasks")
-        lag = np.zeros(tasks) if lag_seconds is None else _seconds(lag_seconds, "lag_seconds", tasks)
+        lag = np.zeros(tasks)
+        if lag_seconds is not None:
+            lag = _column(lag_seconds, "lag_seconds", tasks, _are_seconds, _NO_SECONDS) + 0.0
         with np.errstate(over="ignore"):
             if not np.isfinite(duration.sum() + lag.sum()):
                 raise OffbeatError("duration_seconds: the sum of all durations and lags is not a finite number")
+        if priority is not None:
+            wrong = "cannot be compared with other priorities"
+            priority = _column(priority, "priority", tasks, lambda values: ~np.isnan(values), wrong) + 0.0
+        wrong = "is not -1 (no device) or a device number from 0"
+        devices = _column(device, "device", tasks, lambda values: (values >= -1) & (values <= MOST_TASKS), wrong)
         first_edge, successor, indegree = _rows(_pairs(edges, tasks), tasks)
         topological = np.empty(tasks, np.int32)
         sorted_tasks = _sort(first_edge, successor, indegree.copy(), topological)
         if sorted_tasks < tasks:
-            _raise_cycle(first_edge, successor, indegree, topological[:sorted_tasks], names)
-        return cls(
-            duration_seconds=duration,
-            device=_devices(device, tasks),
-            lag_seconds=lag,
-            priority=None if priority is None else _priorities(priority, tasks),
-            first_edge=first_edge,
-            successor=successor,
-            indegree=indegree,
-            topological=topological,
-            names=names,
-            label=None if label is None else np.ascontiguousarray(_shaped(_integers(label, "label"), "label", tasks)),
-        )
+            _raise_cycle(first_edge, successor, indegree, topological[:sorted_tasks])
+        labels = None if label is None else np.ascontiguousarray(_column(label, "label", tasks))
+        rows = first_edge, successor, indegree, topological
+        return cls(duration, np.ascontiguousarray(devices, np.int32), lag, priority, *rows, labels)
 
     def __len__(self) -> int:
         return len(self.duration_seconds)
-
-    @property
-    def edge_count(self) -> int:
-        return len(self.successor)
-
-    def name(self, task: int) -> str:
-        return self.names[task] if self.names is not None else f"task {task}"
 
     @cached_property
     def dense_device(self) -> Ints:
@@ -157,9 +143,6 @@ class TaskGraph:
             seeds = _scramble(seeds + self.priority.view(np.uint64))
         if self.label is not None:
             seeds = _scramble(seeds + self.label.view(np.uint64))
-        if self.names is not None:
-            codes = np.fromiter((crc32(name.encode()) for name in self.names), np.uint64, len(self))
-            seeds = _scramble(seeds + codes)
         return seeds
 
 
@@ -172,7 +155,7 @@ def separate(graph: TaskGraph) -> Hashes:
     hashes, twins = graph.tie_keys["structure"].copy(), graph.tie_keys["finest"].copy()
     ranks = np.zeros(len(graph), np.uint64)
     candidates = np.flatnonzero(graph.device >= 0)
-    for round_number in range(1, 1 + SEPARATION_WORK // max(1, len(graph) + graph.edge_count)):
+    for round_number in range(1, 1 + SEPARATION_WORK // max(1, len(graph) + len(graph.successor))):
         order = candidates[np.argsort(hashes[candidates], kind="stable")]
         same = hashes[order[1:]] == hashes[order[:-1]]
         mixed = np.flatnonzero(same & (twins[order[1:]] != twins[order[:-1]]))
@@ -192,39 +175,42 @@ def separate(graph: TaskGraph) -> Hashes:
     return ranks
 
 
-def _seconds(values: ArrayLike, field: str, length: int | None) -> Floats:
-    array = _numbers(values, field, length)
-    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if len(bad):
-        raise OffbeatError(f"{field}[{bad[0]}]: {array[bad[0]]} is not a finite number of seconds of at least 0")
-    return array + 0.0  # turns -0.0 into 0.0, which hashes alike
+_NO_SECONDS = "is not a finite number of seconds of at least 0"
 
 
-def _priorities(values: ArrayLike, length: int) -> Floats:
-    array = _numbers(values, "priority", length)
-    bad = np.flatnonzero(np.isnan(array))
-    if len(bad):
-        raise OffbeatError(f"priority[{bad[0]}]: nan cannot be compared with other priorities")
-    return array + 0.0
+def _are_seconds(values: Floats) -> NDArray[np.bool_]:
+    return np.isfinite(values) & (values >= 0)
 
 
-def _numbers(values: ArrayLike, field: str, length: int | None) -> Floats:
-    try:
-        array = np.ascontiguousarray(values, np.float64)
-    except (TypeError, ValueError):
-        raise OffbeatError(f"{field}: {quote(values)} is not an array of numbers") from None
-    return _shaped(array, field, length)
+def _column(
+    values: ArrayLike,
+    field: str,
+    length: int | None,
+    allowed: Callable[[NDArray[Any]], NDArray[np.bool_]] = np.isfinite,
+    wrong: str = "",
+) -> NDArray[Any]:
+    """One number for each task; the error quotes the first that is not allowed, and what is wrong with it.
 
-
-def _shaped(array: NDArray[Any], field: str, length: int | None) -> NDArray[Any]:
+    Callers add 0.0 to floats, which turns -0.0 into 0.0: the two hash differently."""
+    array = _integers(values, field) if field in ("device", "label") else _floats(values, field)
     if array.ndim != 1:
         raise OffbeatError(f"{field}: shape {array.shape} has {array.ndim} dimensions, not one")
     if length is not None and len(array) != length:
         raise OffbeatError(f"{field}: {len(array)} values given for {length} tasks")
+    bad = np.flatnonzero(~allowed(array))
+    if len(bad):
+        raise OffbeatError(f"{field}[{bad[0]}]: {array[bad[0]]} {wrong}")
     return array
 
 
-def _integers(values: ArrayLike, field: str) -> NDArray[np.integer[Any]]:
+def _floats(values: ArrayLike, field: str) -> Floats:
+    try:
+        return np.ascontiguousarray(values, np.float64)
+    except (TypeError, ValueError):
+        raise OffbeatError(f"{field}: {quote(values)} is not an array of numbers") from None
+
+
+def _integers(values: ArrayLike, field: str) -> NDArray[np.int64]:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):
@@ -232,14 +218,6 @@ def _integers(values: ArrayLike, field: str) -> NDArray[np.integer[Any]]:
     if array.size and array.dtype.kind not in "iu":
         raise OffbeatError(f"{field}: values of type {array.dtype} are not integers")
     return array.astype(np.int64, copy=False)
-
-
-def _devices(values: ArrayLike, length: int) -> Ints:
-    array = _shaped(_integers(values, "device"), "device", length)
-    bad = np.flatnonzero((array < -1) | (array > MOST_TASKS))
-    if len(bad):
-        raise OffbeatError(f"device[{bad[0]}]: {array[bad[0]]} is not -1 (no device) or a device number from 0")
-    return np.ascontiguousarray(array, np.int32)
 
 
 def _pairs(edges: ArrayLike, tasks: int) -> NDArray[np.integer[Any]]:
@@ -259,7 +237,7 @@ def _pairs(edges: ArrayLike, tasks: int) -> NDArray[np.integer[Any]]:
     return array
 
 
-def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints, names: Sequence[str] | None) -> None:
+def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints) -> None:
     """Names a task of a cycle: walking back through tasks that never became ready must return to one of them."""
     stuck = np.ones(len(indegree), bool)
     stuck[done] = False
@@ -271,11 +249,10 @@ def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints, 
     while task not in seen:
         seen.add(task)
         task = int(cause[task])
-    name = f" ({names[task]})" if names is not None else ""
-    raise OffbeatError(f"edges: task {task}{name} waits for itself through a cycle of dependencies")
+    raise OffbeatError(f"edges: task {task} waits for itself through a cycle of dependencies")
 
 
-@njit(cache=True)
+@compiled
 def _first_bad_edge(edges, tasks):
     for e in range(edges.shape[0]):
         before, after = edges[e, 0], edges[e, 1]
@@ -284,7 +261,7 @@ def _first_bad_edge(edges, tasks):
     return -1
 
 
-@njit(cache=True)
+@compiled
 def _rows(edges, tasks):
     first_edge = np.zeros(tasks + 1, np.int32)
     indegree = np.zeros(tasks, np.int32)
@@ -302,7 +279,7 @@ def _rows(edges, tasks):
     return first_edge, successor, indegree
 
 
-@njit(cache=True)
+@compiled
 def _sort(first_edge, successor, waiting, topological):
     """Kahn's algorithm; returns how many tasks could be sorted, fewer than all if there is a cycle."""
     count = 0
@@ -323,7 +300,7 @@ def _sort(first_edge, successor, waiting, topological):
     return count
 
 
-@njit(cache=True)
+@compiled
 def _tails(first_edge, successor, topological, duration, lag):
     tail = np.zeros(len(topological))
     for at in range(len(topological) - 1, -1, -1):
@@ -335,7 +312,7 @@ def _tails(first_edge, successor, topological, duration, lag):
     return tail
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def _mix(x):
     """The finaliser of SplitMix64."""
     x = x + _ODD
@@ -344,7 +321,7 @@ def _mix(x):
     return x ^ (x >> _S31)
 
 
-@njit(cache=True)
+@compiled
 def _scramble(values):
     result = np.empty_like(values)
     for i in range(len(values)):
@@ -352,7 +329,7 @@ def _scramble(values):
     return result
 
 
-@njit(cache=True)
+@compiled
 def _refine(first_edge, successor, topological, seeds):
     """Each task's hash takes in all its ancestors and descendants; the second pass, also theirs, sideways."""
     for _ in range(2):
@@ -370,7 +347,7 @@ def _refine(first_edge, successor, topological, seeds):
     return seeds
 
 
-@njit(cache=True)
+@compiled
 def _hops(first_edge, successor, topological, marked):
     """Edges between each task and the nearest marked one, on paths that change direction at most thrice."""
     hops = np.full(len(marked), len(marked), np.int32)
@@ -387,7 +364,7 @@ def _hops(first_edge, successor, topological, marked):
     return hops
 
 
-@njit(cache=True)
+@compiled
 def _twins(first_edge, successor, tasks):
     keys = np.zeros(tasks, np.uint64)
     for i in range(tasks):

@@ -2,18 +2,18 @@
 
 The two-level representation of AutoDist §2.2 (graph level, and per variable with a configuration per shard), with
 PACE's schedule, dPRO's memory and fusion decisions and TensorOpt's operator splits beside it. Frozen data: builders and
-searches make strategies, `offbeat.lower` reads them. As JSON only what differs from the defaults is written, one
-variable a line group, so that a diff of two strategies reads well.
+searches make strategies, `offbeat.lower` reads them. JSON files hold only what differs from the defaults.
 """
 
 import json
 import math
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from os import PathLike
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offbeat import files
 from offbeat.errors import StrategyError
@@ -22,12 +22,7 @@ from offbeat.units import quote
 FORMAT: Final = 1
 
 Synchronizer = Literal[
-    "all_reduce",
-    "parameter_server",
-    "sharded",
-    "sparse_all_gather",
-    "sparse_parameter_server",
-    "factor_broadcast",
+    "all_reduce", "parameter_server", "sharded", "sparse_all_gather", "sparse_parameter_server", "factor_broadcast"
 ]
 EncoderName = Literal["none", "fp16", "bf16", "topk", "randomk", "sign", "int8", "powersgd"]
 Rank = Annotated[int, Field(ge=0)]
@@ -39,7 +34,20 @@ def _list(values: Iterable[int]) -> str:
 
 
 class _Frozen(BaseModel):
+    """Data that says itself what is wrong with it."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise StrategyError(problem)
+        return self
+
+    @abstractmethod
+    def _problems(self) -> Iterator[str]:
+        """One sentence for each thing that does not fit."""
 
 
 class Encoder(_Frozen):
@@ -53,15 +61,11 @@ class Encoder(_Frozen):
     error_feedback: bool | None = None
     """Adds what was lost to the next step's gradient; None means yes for every encoder but fp16 and bf16."""
 
-    @model_validator(mode="after")
-    def _options_fit(self) -> "Encoder":
-        if (self.ratio is not None) != (self.name in ("topk", "randomk")):
-            need = "needs a ratio" if self.ratio is None else "takes no ratio"
-            raise StrategyError(f"encoder {self.name!r} {need}")
-        if (self.rank is not None) != (self.name == "powersgd"):
-            need = "needs a rank" if self.rank is None else "takes no rank"
-            raise StrategyError(f"encoder {self.name!r} {need}")
-        return self
+    def _problems(self) -> Iterator[str]:
+        for option, encoders in (("ratio", ("topk", "randomk")), ("rank", ("powersgd",))):
+            given = getattr(self, option) is not None
+            if given != (self.name in encoders):
+                yield f"encoder {self.name!r} {'takes no' if given else 'needs a'} {option}"
 
     @property
     def feedback(self) -> bool:
@@ -98,30 +102,28 @@ class Shard(_Frozen):
     asynchronous: bool = False
     """No bound at all: a server applies each replica's gradient as it comes."""
 
-    @model_validator(mode="after")
-    def _fields_fit(self) -> "Shard":
+    def _problems(self) -> Iterator[str]:
         kind = self.synchronizer
         if kind in SERVERS and len(self.placement) != 1:
-            raise StrategyError(f"a {kind} shard is placed on one rank, its owner, not on {_list(self.placement)}")
+            yield f"a {kind} shard is placed on one rank, its owner, not on {_list(self.placement)}"
         if self.stations and kind != "parameter_server":
-            raise StrategyError(f"stations {_list(self.stations)} belong to a parameter_server shard, not to {kind}")
+            yield f"stations {_list(self.stations)} belong to a parameter_server shard, not to {kind}"
         if self.asynchronous and (kind != "parameter_server" or self.staleness):
-            raise StrategyError(f"an asynchronous shard needs a parameter_server without staleness, not {kind}")
+            yield f"an asynchronous shard needs a parameter_server without staleness, not {kind}"
         if self.staleness and kind not in ("all_reduce", "parameter_server"):
-            raise StrategyError(f"a {kind} shard takes no staleness, not {self.staleness}")
+            yield f"a {kind} shard takes no staleness, not {self.staleness}"
         if (self.asynchronous or self.staleness) and (self.encoder.name != "none" or self.stations):
-            raise StrategyError("a stale or asynchronous shard takes neither an encoder nor stations")
+            yield "a stale or asynchronous shard takes neither an encoder nor stations"
         if self.encoder.name != "none" and kind in ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast"):
-            raise StrategyError(f"a {kind} shard takes no encoder, not {self.encoder.name!r}")
+            yield f"a {kind} shard takes no encoder, not {self.encoder.name!r}"
         if self.encoder.name == "powersgd" and kind != "all_reduce":
-            raise StrategyError(f"the powersgd encoder takes two rounds and needs all_reduce, not {kind}")
+            yield f"the powersgd encoder takes two rounds and needs all_reduce, not {kind}"
         if kind == "sharded" and not self.encoder.sliceable:
-            raise StrategyError(f"a sharded shard takes the encoders none, fp16 and bf16, not {self.encoder.name!r}")
+            yield f"a sharded shard takes the encoders none, fp16 and bf16, not {self.encoder.name!r}"
         for field in ("placement", "stations", "reduction_order"):
             ranks = getattr(self, field)
             if len(set(ranks)) != len(ranks):
-                raise StrategyError(f"{field} {_list(ranks)} names a rank twice")
-        return self
+                yield f"{field} {_list(ranks)} names a rank twice"
 
     @property
     def owner(self) -> int | None:
@@ -139,26 +141,20 @@ class VariableConfig(_Frozen):
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)] = (Shard(),)
     """One per shard in row-major order, or a single one that serves for all."""
 
-    @model_validator(mode="after")
-    def _shards_fit(self) -> "VariableConfig":
+    def _problems(self) -> Iterator[str]:
         count = self.shard_count
         if len(self.shards) not in (1, count):
-            raise StrategyError(
-                f"partition {_list(self.partition)} makes {count} shards, but {len(self.shards)} are given"
-            )
+            yield f"partition {_list(self.partition)} makes {count} shards, but {len(self.shards)} are given"
         if self.cuts:
             if len(self.cuts) != len(self.partition):
-                raise StrategyError(
-                    f"cuts are given for {len(self.cuts)} axes, the partition has {len(self.partition)}"
-                )
+                yield f"cuts are given for {len(self.cuts)} axes, the partition has {len(self.partition)}"
             for axis, (cuts, parts) in enumerate(zip(self.cuts, self.partition, strict=True)):
                 if len(cuts) != parts - 1:
-                    raise StrategyError(f"axis {axis} is cut {len(cuts)} times, {parts} shards need {parts - 1} cuts")
+                    yield f"axis {axis} is cut {len(cuts)} times, {parts} shards need {parts - 1} cuts"
                 if any(a >= b for a, b in pairwise(cuts)):
-                    raise StrategyError(f"cuts {_list(cuts)} of axis {axis} make overlapping shards; they must ascend")
+                    yield f"cuts {_list(cuts)} of axis {axis} make overlapping shards; they must ascend"
         if len({(shard.staleness, shard.asynchronous) for shard in self.shards}) > 1:
-            raise StrategyError("the shards of a variable must agree on staleness and asynchronous")
-        return self
+            yield "the shards of a variable must agree on staleness and asynchronous"
 
     @property
     def shard_count(self) -> int:
@@ -175,11 +171,9 @@ class Slice(_Frozen):
     start: Annotated[int, Field(ge=0)]
     stop: Annotated[int, Field(ge=1)]
 
-    @model_validator(mode="after")
-    def _not_empty(self) -> "Slice":
+    def _problems(self) -> Iterator[str]:
         if self.stop <= self.start:
-            raise StrategyError(f"slice {self.start}:{self.stop} of group {self.group} is empty")
-        return self
+            yield f"slice {self.start}:{self.stop} of group {self.group} is empty"
 
 
 class Schedule(_Frozen):
@@ -192,19 +186,22 @@ class Schedule(_Frozen):
     """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2
     """Collectives under way at once."""
-    credit_bytes: Annotated[int, Field(ge=1024)] | None = None
-    """Bytes under way at once (ByteScheduler's credit); None sets no limit."""
     mode: Literal["auto", "deferred", "barrier"] = "auto"
     """deferred: the next forward waits per module; barrier: the optimizer's step waits for everything; auto: deferred
     where the training loop allows it."""
     order: tuple[Slice, ...] = ()
     """Issue order of an explicit schedule; every group's message is covered once."""
 
-    @model_validator(mode="after")
-    def _order_fits(self) -> "Schedule":
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_credit_bytes(cls, data: object) -> object:
+        # Older files may hold this field, which never had an effect.
+        return {key: value for key, value in data.items() if key != "credit_bytes"} if isinstance(data, dict) else data
+
+    def _problems(self) -> Iterator[str]:
         if bool(self.order) != (self.policy == "explicit"):
             need = "needs" if self.policy == "explicit" else "takes no"
-            raise StrategyError(f"the {self.policy} schedule {need} order")
+            yield f"the {self.policy} schedule {need} order"
         reached: dict[int, list[tuple[int, int]]] = {}
         for item in self.order:
             reached.setdefault(item.group, []).append((item.start, item.stop))
@@ -212,8 +209,7 @@ class Schedule(_Frozen):
             ranges.sort()
             for (_, stop), (start, later) in pairwise(ranges):
                 if start < stop:
-                    raise StrategyError(f"overlapping slices of group {group}: {start}:{later} begins before {stop}")
-        return self
+                    yield f"overlapping slices of group {group}: {start}:{later} begins before {stop}"
 
 
 TensorMap = tuple[Annotated[int, Field(ge=-1)], ...]
@@ -230,13 +226,11 @@ class OperatorConfig(_Frozen):
     keep: Literal["before", "after", "both"] = "both"
     """Which copies of a re-scheduled tensor stay for backward."""
 
-    @model_validator(mode="after")
-    def _maps_fit(self) -> "OperatorConfig":
+    def _problems(self) -> Iterator[str]:
         for tensor_map in self.inputs + self.outputs:
             used = [axis for axis in tensor_map if axis >= 0]
             if len(set(used)) != len(used) or any(axis >= len(self.mesh) for axis in used):
-                raise StrategyError(f"tensor map {_list(tensor_map)} does not fit mesh {_list(self.mesh)}")
-        return self
+                yield f"tensor map {_list(tensor_map)} does not fit mesh {_list(self.mesh)}"
 
 
 class Strategy(_Frozen):
@@ -251,7 +245,7 @@ class Strategy(_Frozen):
     cluster: str = ""
     """Digest of the cluster it was made for; '' fits any cluster with these ranks."""
     replicas: tuple[Rank, ...] = ()
-    """Ranks that hold a replica of the graph; () is every rank of the cluster."""
+    """Every rank of the cluster, in the order of `weights`; () is ascending order."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Share of each replica in the average, for replicas with unequal batches; () is equal shares."""
     accumulation: Annotated[int, Field(ge=1)] = 1
@@ -265,13 +259,11 @@ class Strategy(_Frozen):
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
     operators: dict[str, OperatorConfig] = {}
 
-    @model_validator(mode="after")
-    def _fields_fit(self) -> "Strategy":
+    def _problems(self) -> Iterator[str]:
         if len(set(self.replicas)) != len(self.replicas):
-            raise StrategyError(f"replicas {_list(self.replicas)} name a rank twice")
+            yield f"replicas {_list(self.replicas)} name a rank twice"
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
-            raise StrategyError(f"{len(self.weights)} weights are given for {len(self.replicas)} replicas")
-        return self
+            yield f"{len(self.weights)} weights are given for {len(self.replicas)} replicas"
 
     def config(self, variable: str) -> VariableConfig:
         return self.variables.get(variable, _DEFAULT_CONFIG)
@@ -297,10 +289,8 @@ class Strategy(_Frozen):
         if isinstance(data, dict) and data.get("format") not in (FORMAT, None):
             given = quote(data["format"])
             raise StrategyError(f"{origin}: format: {given} is not a format this Offbeat reads ({FORMAT})")
-        try:
+        with files.problems_named(f"{origin}: not a strategy", StrategyError):
             return cls.model_validate(data)
-        except ValidationError as error:
-            raise StrategyError(f"{origin}: not a strategy: {files.first_problem(error)}") from None
 
     def save(self, path: str | PathLike[str]) -> None:
         files.write_atomic(path, self.to_json().encode(), "strategy")

@@ -3,8 +3,6 @@
 import inspect
 from collections.abc import Callable
 
-from pydantic import ValidationError
-
 from offbeat import files
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
@@ -37,14 +35,12 @@ def builders() -> tuple[str, ...]:
 
 def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options: object) -> Strategy:
     """The strategy the named builder makes for this model on this cluster."""
-    if name not in builders():
+    build = _builders.get(name)
+    if build is None:
         raise StrategyError(f"there is no builder {name!r}; there are {', '.join(builders())}")
-    build = _builders[name]
     _check_options(name, build, options)
-    try:
+    with files.problems_named(f"builder {name!r}", StrategyError):
         built = build(graph, cluster, **options)
-    except ValidationError as error:
-        raise StrategyError(f"builder {name!r}: {files.first_problem(error)}") from None
     if not isinstance(built, Strategy):
         raise StrategyError(f"builder {name!r} returned {type(built).__name__}, not a Strategy")
     strategy = built.model_copy(

@@ -1,6 +1,6 @@
 """Strategy + graph + cluster → nothing, or one sentence that says where they do not fit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
@@ -13,23 +13,9 @@ _SPARSE = ("sparse_all_gather", "sparse_parameter_server")
 
 def check_fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> None:
     """Raises StrategyError unless the strategy can be lowered for this graph and cluster."""
-    _check_made_for(strategy, graph, cluster)
-    world = cluster.world_size
-    _check_ranks(strategy.replicas, world, "replicas")
-    replicas = frozenset(strategy.replicas or range(world))
-    if strategy.weights and len(strategy.weights) != len(replicas):
-        raise StrategyError(f"{len(strategy.weights)} weights are given for {len(replicas)} replicas")
-    modules = _module_paths(graph)
-    for path in (*strategy.recompute, *(path for region in strategy.fusion for path in region)):
-        if path not in modules:
-            raise StrategyError(f"the model has no module {quote(path)} to recompute or fuse")
-    for name in strategy.operators:
-        if name not in graph.operator_index:
-            raise StrategyError(f"operators: the model has no operator {quote(name)}")
-    for name, config in strategy.variables.items():
-        if name not in graph.variable_index:
-            raise StrategyError(f"variables: the model {graph.name!r} has no trainable variable {quote(name)}")
-        _check_variable(graph.variable(name), config, replicas, cluster)
+    problem = next(_problems(strategy, graph, cluster), None)
+    if problem is not None:
+        raise StrategyError(problem)
 
 
 def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
@@ -37,8 +23,17 @@ def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Str
 
     Ranks beyond the new cluster wrap around, so that server loads stay spread.
     """
-    replicas = frozenset(range(cluster.world_size))
-    moved = strategy.model_copy(
+    schedule = strategy.schedule
+    if schedule.policy == "explicit":
+        schedule = schedule.model_copy(update={"policy": "priority", "order": ()})
+    kept: dict[str, VariableConfig] = {}
+    for name, config in strategy.variables.items():
+        if name in graph.variable_index:
+            shards = tuple(_wrap_ranks(shard, cluster) for shard in config.shards)
+            wrapped = config.model_copy(update={"shards": shards})
+            if not any(_variable_problems(graph.variable(name), wrapped, cluster)):
+                kept[name] = wrapped
+    return strategy.model_copy(
         update={
             "model": graph.name,
             "graph": graph.signature,
@@ -48,88 +43,77 @@ def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Str
             "recompute": tuple(path for path in strategy.recompute if path in _module_paths(graph)),
             "fusion": (),
             "operators": {},
-            "variables": {},
-            "schedule": strategy.schedule.model_copy(update={"policy": "priority", "order": ()})
-            if strategy.schedule.policy == "explicit"
-            else strategy.schedule,
+            "variables": kept,
+            "schedule": schedule,
         }
     )
-    kept: dict[str, VariableConfig] = {}
+
+
+def _problems(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Iterator[str]:
+    if strategy.graph and strategy.graph != graph.signature:
+        made, here = f"model {strategy.model!r} (graph {strategy.graph})", f"{graph.name!r} (graph {graph.signature})"
+        yield f"the strategy was made for {made}, not for {here}; offbeat.transfer carries it over"
+    if strategy.cluster and strategy.cluster != cluster.digest:
+        made, here = f"cluster {strategy.cluster}", f"{cluster.name!r} ({cluster.digest})"
+        yield f"the strategy was made for {made}, not for {here}; offbeat.transfer carries it over"
+    world = cluster.world_size
+    yield from _outside(strategy.replicas, world, "replicas")
+    if strategy.replicas and len(strategy.replicas) < world:
+        yield f"replicas: {quote(list(strategy.replicas))} leaves out some of the cluster's {world} ranks"
+    if strategy.weights and len(strategy.weights) != world:
+        yield f"{len(strategy.weights)} weights are given for {world} replicas"
+    modules = _module_paths(graph)
+    for path in (*strategy.recompute, *(path for region in strategy.fusion for path in region)):
+        if path not in modules:
+            yield f"the model has no module {quote(path)} to recompute or fuse"
+    for name in strategy.operators:
+        if name not in graph.operator_index:
+            yield f"operators: the model has no operator {quote(name)}"
     for name, config in strategy.variables.items():
         if name not in graph.variable_index:
-            continue
-        wrapped = config.model_copy(update={"shards": tuple(_wrap_ranks(shard, cluster) for shard in config.shards)})
-        try:
-            _check_variable(graph.variable(name), wrapped, replicas, cluster)
-        except StrategyError:
-            continue
-        kept[name] = wrapped
-    return moved.model_copy(update={"variables": kept})
+            yield f"variables: the model {graph.name!r} has no trainable variable {quote(name)}"
+        else:
+            for problem in _variable_problems(graph.variable(name), config, cluster):
+                yield f"variable {name!r}: {problem}"
 
 
-def _check_made_for(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> None:
-    if strategy.graph and strategy.graph != graph.signature:
-        raise StrategyError(
-            f"the strategy was made for model {strategy.model!r} (graph {strategy.graph}), not for {graph.name!r} "
-            f"(graph {graph.signature}); offbeat.transfer carries it over"
-        )
-    if strategy.cluster and strategy.cluster != cluster.digest:
-        raise StrategyError(
-            f"the strategy was made for cluster {strategy.cluster}, not for {cluster.name!r} ({cluster.digest}); "
-            f"offbeat.transfer carries it over"
-        )
-
-
-def _check_variable(variable: Variable, config: VariableConfig, replicas: frozenset[int], cluster: ClusterSpec) -> None:
-    where = f"variable {variable.name!r}"
-    if config.partition and len(config.partition) != len(variable.shape):
-        raise StrategyError(
-            f"{where}: partition {list(config.partition)} has {len(config.partition)} axes, "
-            f"the variable has shape {list(variable.shape)}"
-        )
-    for axis, parts in enumerate(config.partition):
-        length = variable.shape[axis]
+def _variable_problems(variable: Variable, config: VariableConfig, cluster: ClusterSpec) -> Iterator[str]:
+    partition, shape = config.partition, list(variable.shape)
+    if partition and len(partition) != len(shape):
+        yield f"partition {list(partition)} has {len(partition)} axes, the variable has shape {shape}"
+    for axis, (parts, length) in enumerate(zip(partition, shape, strict=False)):
         if parts > max(length, 1):
-            raise StrategyError(f"{where}: axis {axis} has {length} elements and cannot make {parts} shards")
+            yield f"axis {axis} has {length} elements and cannot make {parts} shards"
         if config.cuts and config.cuts[axis] and config.cuts[axis][-1] >= length:
-            raise StrategyError(f"{where}: cut {config.cuts[axis][-1]} lies outside axis {axis} of {length} elements")
+            yield f"cut {config.cuts[axis][-1]} lies outside axis {axis} of {length} elements"
     for shard in config.shards:
-        _check_shard_ranks(where, shard, replicas, cluster)
-        _check_synchronizer(where, variable, config, shard)
+        yield from _rank_problems(shard, cluster)
+        if shard.synchronizer in _SPARSE:
+            if not variable.sparse:
+                yield f"{shard.synchronizer} needs a sparse gradient, this one is dense"
+            if any(parts > 1 for parts in partition[1:]):
+                yield f"a sparse variable is partitioned by rows only, not {list(partition)}"
+        if shard.synchronizer == "factor_broadcast":
+            if not variable.factor_rows:
+                yield "factor_broadcast needs the weight of a dense layer"
+            if config.shard_count > 1:
+                yield f"factor_broadcast needs the whole variable, not {config.shard_count} shards"
 
 
-def _check_shard_ranks(where: str, shard: Shard, replicas: frozenset[int], cluster: ClusterSpec) -> None:
+def _rank_problems(shard: Shard, cluster: ClusterSpec) -> Iterator[str]:
+    world = cluster.world_size
     for field in ("placement", "stations", "reduction_order"):
-        ranks = getattr(shard, field)
-        _check_ranks(ranks, cluster.world_size, f"{where}: {field}")
-        for rank in ranks:
-            if rank not in replicas:
-                raise StrategyError(f"{where}: {field} names rank {rank}, which holds no replica")
-    if shard.reduction_order and len(shard.reduction_order) != len(replicas):
-        raise StrategyError(f"{where}: reduction_order {list(shard.reduction_order)} does not name every replica once")
+        yield from _outside(getattr(shard, field), world, field)
+    if shard.reduction_order and len(shard.reduction_order) != world:
+        yield f"reduction_order {list(shard.reduction_order)} does not name every replica once"
     if len({cluster.node_of(rank) for rank in shard.stations}) != len(shard.stations):
-        raise StrategyError(f"{where}: stations {list(shard.stations)} name two ranks of one node")
-    if shard.synchronizer not in SERVERS and shard.placement and set(shard.placement) != replicas:
-        raise StrategyError(f"{where}: {shard.synchronizer} places the shard on every replica; leave placement out")
+        yield f"stations {list(shard.stations)} name two ranks of one node"
+    if shard.synchronizer not in SERVERS and shard.placement and len(shard.placement) != world:
+        yield f"{shard.synchronizer} places the shard on every replica; leave placement out"
 
 
-def _check_synchronizer(where: str, variable: Variable, config: VariableConfig, shard: Shard) -> None:
-    if shard.synchronizer in _SPARSE:
-        if not variable.sparse:
-            raise StrategyError(f"{where}: {shard.synchronizer} needs a sparse gradient, this one is dense")
-        if any(parts > 1 for parts in config.partition[1:]):
-            raise StrategyError(f"{where}: a sparse variable is partitioned by rows only, not {list(config.partition)}")
-    if shard.synchronizer == "factor_broadcast":
-        if not variable.factor_rows:
-            raise StrategyError(f"{where}: factor_broadcast needs the weight of a dense layer")
-        if config.shard_count > 1:
-            raise StrategyError(f"{where}: factor_broadcast needs the whole variable, not {config.shard_count} shards")
-
-
-def _check_ranks(ranks: Iterable[int], world: int, what: str) -> None:
-    for rank in ranks:
-        if rank >= world:
-            raise StrategyError(f"{what}: rank {rank} is outside the cluster of {world} ranks")
+def _outside(ranks: Iterable[int], world: int, what: str) -> Iterator[str]:
+    return (f"{what}: rank {rank} is outside the cluster of {world} ranks" for rank in ranks if rank >= world)
 
 
 def _wrap_ranks(shard: Shard, cluster: ClusterSpec) -> Shard:

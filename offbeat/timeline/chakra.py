@@ -5,9 +5,8 @@ GlobalMetadata, then Nodes. The few message types are encoded here, so that no p
 
     Node            1 id, 2 name, 3 type, 4 ctrl_deps, 5 data_deps, 6 start_time_micros, 7 duration_micros, 10 attr
     GlobalMetadata  1 version, 2 attr
-    AttributeProto  1 name, then one value: 3 double, 5 float, 7 int32, 9 int64, 11 uint32, 13 uint64, 15 sint32,
-                    17 sint64, 19 fixed32, 21 fixed64, 23 sfixed32, 25 sfixed64, 27 bool, 29 string, 31 bytes;
-                    a list of them has the next number and holds its items in field 1
+    AttributeProto  1 name, then one value: 7 int32, 9 int64, 11 uint32, 13 uint64, 27 bool, 29 string, or a list
+                    of these, which has the next number and holds its items in field 1; other types are passed over
 
 Computing becomes COMP_NODE, a collective COMM_COLL_NODE with `comm_type` and `comm_size`, a wait METADATA_NODE, which
 is no work. A node's `data_deps` are what it followed: computing, the computing before it and, behind a wait, the
@@ -16,10 +15,11 @@ microseconds; attributes `offbeat_…`, which other readers pass over, keep nano
 """
 
 import re
-import struct
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -28,47 +28,19 @@ import numpy as np
 
 from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.timeline.model import COMPUTE, KINDS, NETWORK, Builder, Kind, Timeline
+from offbeat.timeline.model import COMPUTE, KINDS, NETWORK, Builder, Timeline, collective_kind
 from offbeat.units import quote
 
 VERSION = "0.0.4"
-"""Of the schema, as Chakra's own converters write it."""
+"""The schema's version, as Chakra's own converters write it."""
 METADATA, COMPUTING, SENDING, RECEIVING, COLLECTIVE = 1, 4, 5, 6, 7
-"""NodeType; of the others, memory accesses and storage are read as other work."""
-COLLECTIVES = {
-    "all_reduce": 0,
-    "reduce_scatter": 7,
-    "all_gather": 2,
-    "all_to_all": 6,
-    "broadcast": 5,
-    "barrier": 9,
-    "reduce": 1,
-    "gather": 3,
-    "scatter": 4,
-}
-"""CollectiveCommType by the name of a collective, longer names first."""
-_COLLECTIVE_NAME = re.compile("|".join(COLLECTIVES))
+"""NodeType; all other types are read as other work."""
+COLLECTIVES = {"all_reduce": 0, "reduce": 1, "all_gather": 2, "gather": 3, "scatter": 4, "broadcast": 5}
+COLLECTIVES |= {"all_to_all": 6, "reduce_scatter": 7, "barrier": 9}
+"""CollectiveCommType by the name of a collective."""
 _PREFIX = "offbeat_"
 _TOLERANCE_SECONDS = 1e-6
-_KINDS = {
-    "double": 3,
-    "float": 5,
-    "int32": 7,
-    "int64": 9,
-    "uint32": 11,
-    "uint64": 13,
-    "sint32": 15,
-    "sint64": 17,
-    "fixed32": 19,
-    "fixed64": 21,
-    "sfixed32": 23,
-    "sfixed64": 25,
-    "bool": 27,
-    "string": 29,
-    "bytes": 31,
-}
-_NAMES = {number: name for name, number in _KINDS.items()}
-_FIXED = {"double": "<d", "float": "<f", "fixed32": "<I", "fixed64": "<Q", "sfixed32": "<i", "sfixed64": "<q"}
+_VALUE_FIELDS = {"int32": 7, "int64": 9, "uint32": 11, "uint64": 13, "bool": 27, "string": 29}
 
 
 @dataclass(frozen=True)
@@ -107,9 +79,10 @@ def read(prefix: str | PathLike[str]) -> Timeline:
     found = sorted((int(match[1]), path) for path in folder.glob("*.et") if (match := pattern.fullmatch(path.name)))
     if not found:
         raise OffbeatError(f"{prefix}: there is no execution trace of this name; its files end in .0.et, .1.et, …")
-    heads, nodes = {}, []
+    heads, nodes = [], []
     for rank, path in found:
-        heads[rank], mine = read_file(path)
+        head, mine = read_file(path)
+        heads.append(head)
         nodes += [(rank, node) for node in mine]
     if all(_PREFIX + "kind" in node.attributes for _, node in nodes):
         return _own_timeline(nodes, heads)
@@ -125,11 +98,8 @@ def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Node]]:
             raise ValueError("it is empty")
         head = dict(_attribute(value) for number, value in _fields(messages[0]) if number == 2)
         return head, [_parse_node(message) for message in messages[1:]]
-    except (ValueError, TypeError, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+    except (ValueError, IndexError) as error:
         raise OffbeatError(f"{path}: not a Chakra execution trace ({error})") from None
-
-
-# Timeline → nodes
 
 
 def _metadata(timeline: Timeline, rank: int) -> bytes:
@@ -143,7 +113,7 @@ def _metadata(timeline: Timeline, rank: int) -> bytes:
         _attr("marks_ns", "int64", marks),
         _attr("peak_memory", "int64", peak),
     ]
-    return _text(1, VERSION) + b"".join(_bytes(2, attribute) for attribute in attributes)
+    return _field(1, VERSION) + b"".join(_field(2, attribute) for attribute in attributes)
 
 
 def _node(timeline: Timeline, position: int, deps: tuple[int, ...], zero: float, place: int) -> bytes:
@@ -154,9 +124,9 @@ def _node(timeline: Timeline, position: int, deps: tuple[int, ...], zero: float,
     type_ = METADATA if span.kind == "wait" else COMPUTING
     if span.kind == "communication":
         type_ = COLLECTIVE
-        named = _COLLECTIVE_NAME.search(span.name)
-        attributes.append(_attr("comm_type", "int64", COLLECTIVES[named[0]] if named else 0, prefix=""))
-        attributes.append(_attr("comm_size", "int64", span.bytes, prefix=""))
+        number = COLLECTIVES.get(collective_kind(span.name), COLLECTIVES["all_reduce"])
+        sent = {"comm_type": number, "comm_size": span.bytes}
+        attributes += [_attr(name, "int64", value, prefix="") for name, value in sent.items()]
     queued = [] if span.queued is None else [_nanoseconds(span.queued)]
     attributes += [
         _attr("kind", "string", span.kind),
@@ -164,14 +134,14 @@ def _node(timeline: Timeline, position: int, deps: tuple[int, ...], zero: float,
         _attr("times_ns", "int64", [_nanoseconds(span.start), _nanoseconds(span.end), *queued]),
         _attr("numbers", "int64", [span.step, span.bytes, span.task, place]),
     ]
-    content = _number(1, position + 1) + _text(2, span.name) + _number(3, type_)
-    content += _bytes(5, b"".join(_varint(at + 1) for at in deps)) if deps else b""
-    content += _number(6, start) + _number(7, end - start)
-    return content + b"".join(_bytes(10, attribute) for attribute in attributes)
+    content = _field(1, position + 1) + _field(2, span.name) + _field(3, type_)
+    content += _field(5, b"".join(_varint(at + 1) for at in deps)) if deps else b""
+    content += _field(6, start) + _field(7, end - start)
+    return content + b"".join(_field(10, attribute) for attribute in attributes)
 
 
 def _dependencies(timeline: Timeline, positions: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The positions of one rank in the order of their starts, each with those it followed."""
+    """One rank's spans in the order of their starts, each with those it depends on."""
     order = sorted(positions, key=lambda at: (timeline.start[at], timeline.end[at]))
     communication, wait = KINDS.index("communication"), KINDS.index("wait")
     sent = sorted((float(timeline.end[at]), at) for at in order if timeline.kind[at] == communication)
@@ -203,11 +173,8 @@ def _dependencies(timeline: Timeline, positions: list[int]) -> Iterator[tuple[in
         yield at, tuple(deps)
 
 
-# Nodes → timeline
-
-
-def _own_timeline(nodes: list[tuple[int, Node]], heads: dict[int, dict[str, Any]]) -> Timeline:
-    first = next(iter(heads.values()))
+def _own_timeline(nodes: list[tuple[int, Node]], heads: list[dict[str, Any]]) -> Timeline:
+    first = heads[0]
     builder = Builder(tuple(first[_PREFIX + "tracks"]))
     path = {}
     for rank, node in sorted(nodes, key=lambda item: item[1].id):
@@ -215,26 +182,24 @@ def _own_timeline(nodes: list[tuple[int, Node]], heads: dict[int, dict[str, Any]
         times, (step, size, task, place) = [t / 1e9 for t in facts["times_ns"]], facts["numbers"]
         if place >= 0:
             path[place] = len(builder.rows)
-        more = {"queued": times[2]} if len(times) > 2 else {}
-        kind = _known_kind(facts["kind"])
-        builder.add(rank, facts["track"], kind, node.name, *times[:2], step=step, bytes=size, task=task, **more)
-    marks = [head[_PREFIX + "marks_ns"] for head in heads.values()]
-    peaks = tuple(head[_PREFIX + "peak_memory"] for head in heads.values())
-    timeline = builder.build(np.array(marks, "f8") / 1e9 if any(marks) else None, first[_PREFIX + "source"])
-    return replace(
-        timeline,
-        notes=tuple(first[_PREFIX + "notes"]),
-        peak_memory=peaks if min(peaks) >= 0 else (),
-        critical=np.array([path[place] for place in sorted(path)], "i8") if path else None,
-    )
+        if facts["kind"] not in KINDS:
+            raise OffbeatError(f"execution trace: offbeat_kind: {quote(facts['kind'])} is none of {', '.join(KINDS)}")
+        more = {"step": step, "bytes": size, "task": task} | ({"queued": times[2]} if len(times) > 2 else {})
+        builder.add(rank, facts["track"], facts["kind"], node.name, *times[:2], **more)
+    marks = [head[_PREFIX + "marks_ns"] for head in heads]
+    peaks = tuple(head[_PREFIX + "peak_memory"] for head in heads)
+    source, notes = first[_PREFIX + "source"], tuple(first[_PREFIX + "notes"])
+    timeline = builder.build(np.array(marks, "f8") / 1e9 if any(marks) else None, source, notes)
+    critical = np.array([path[place] for place in sorted(path)], "i8") if path else None
+    return replace(timeline, peak_memory=peaks if min(peaks) >= 0 else (), critical=critical)
 
 
 def _foreign_timeline(nodes: list[tuple[int, Node]], origin: str) -> Timeline:
-    """Collectives are numbered in the order of each rank, which all participants share."""
+    """Collectives are numbered in each rank's order, which is the same on all participants."""
     if not any(node.duration_micros for _, node in nodes):
         raise OffbeatError(f"{origin}: the execution trace has no durations, so there is no timeline in it")
     builder = Builder()
-    counts: dict[int, int] = {}
+    numbers: defaultdict[int, count[int]] = defaultdict(count)
     for rank, node in sorted(nodes, key=lambda item: (item[0], item[1].start_micros)):
         if node.type == METADATA:
             continue
@@ -242,20 +207,9 @@ def _foreign_timeline(nodes: list[tuple[int, Node]], origin: str) -> Timeline:
         if node.type not in (COLLECTIVE, SENDING, RECEIVING):
             builder.add(rank, COMPUTE, "other", node.name, start, end)
             continue
-        task = counts.get(rank, 0)
-        counts[rank] = task + 1
         size = int(node.attributes.get("comm_size", 0))
-        builder.add(rank, NETWORK, "communication", node.name, start, end, bytes=size, task=task)
+        builder.add(rank, NETWORK, "communication", node.name, start, end, bytes=size, task=next(numbers[rank]))
     return builder.build(notes=(f"{origin}: the trace has no marks of steps",))
-
-
-def _known_kind(kind: str) -> Kind:
-    if kind not in KINDS:
-        raise OffbeatError(f"execution trace: offbeat_kind: {quote(kind)} is none of {', '.join(KINDS)}")
-    return kind
-
-
-# Protobuf's wire format
 
 
 def _varint(value: int) -> bytes:
@@ -268,16 +222,11 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _number(field_number: int, value: int) -> bytes:
-    return _varint(field_number << 3) + _varint(value)
-
-
-def _bytes(field_number: int, value: bytes) -> bytes:
-    return _varint(field_number << 3 | 2) + _delimited(value)
-
-
-def _text(field_number: int, value: str) -> bytes:
-    return _bytes(field_number, value.encode())
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """A field of a message: a number as a varint, a text or another message behind its length."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _delimited(value.encode() if isinstance(value, str) else value)
 
 
 def _delimited(message: bytes) -> bytes:
@@ -289,13 +238,11 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _attr(name: str, kind: Literal["bool", "int64", "string"], value: Any, prefix: str = _PREFIX) -> bytes:
-    number = _KINDS[kind]
-    head = _text(1, prefix + name)
-    if isinstance(value, list):
-        if kind == "string":
-            return head + _bytes(number + 1, b"".join(_text(1, item) for item in value))
-        return head + _bytes(number + 1, _bytes(1, b"".join(map(_varint, value))))
-    return head + (_text(number, value) if kind == "string" else _number(number, int(value)))
+    head, number = _field(1, prefix + name), _VALUE_FIELDS[kind]
+    if not isinstance(value, list):
+        return head + _field(number, value)
+    items = [_field(1, item) for item in value] if kind == "string" else [_field(1, b"".join(map(_varint, value)))]
+    return head + _field(number + 1, b"".join(items))
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
@@ -348,39 +295,32 @@ def _attribute(content: int | bytes) -> tuple[str, Any]:
     for number, raw in _fields(_as_bytes(content)):
         if number == 1:
             name = _as_bytes(raw).decode()
-        elif number in _NAMES:
-            value = _scalar(_NAMES[number], raw)
-        elif number - 1 in _NAMES and number > 2:
-            kind = _NAMES[number - 1]
-            value = [item for _, packed in _fields(_as_bytes(raw)) for item in _items(kind, packed)]
+        elif number in _VALUE_FIELDS.values():
+            value = _value(number, raw)
+        elif number - 1 in _VALUE_FIELDS.values():
+            items = [item for _, packed in _fields(_as_bytes(raw)) for item in _items(number - 1, packed)]
+            value = [_value(number - 1, item) for item in items]
     return name, value
 
 
-def _items(kind: str, raw: int | bytes) -> Iterator[Any]:
+def _items(field_number: int, raw: int | bytes) -> Iterator[int | bytes]:
     """Numbers of a list may be packed into one field or stand in a field each."""
-    if isinstance(raw, int) or kind in ("string", "bytes"):
-        yield _scalar(kind, raw)
-    elif kind in _FIXED:
-        yield from (value for (value,) in struct.iter_unpack(_FIXED[kind], raw))
-    else:
-        at = 0
-        while at < len(raw):
-            value, at = _read_varint(raw, at)
-            yield _scalar(kind, value)
+    if isinstance(raw, int) or field_number == _VALUE_FIELDS["string"]:
+        yield raw
+        return
+    at = 0
+    while at < len(raw):
+        value, at = _read_varint(raw, at)
+        yield value
 
 
-def _scalar(kind: str, raw: int | bytes) -> Any:
-    if kind in ("string", "bytes"):
-        return _as_bytes(raw).decode() if kind == "string" else raw
-    if kind in _FIXED:
-        return struct.unpack(_FIXED[kind], _as_bytes(raw))[0]
+def _value(field_number: int, raw: int | bytes) -> Any:
+    if field_number == _VALUE_FIELDS["string"]:
+        return _as_bytes(raw).decode()
     if isinstance(raw, bytes):
-        raise ValueError(f"a value of type {kind} is not a number")
-    if kind.startswith("sint"):
-        return raw >> 1 ^ -(raw & 1)
-    if kind == "bool":
-        return bool(raw)
-    return raw - 2**64 if kind.startswith("int") and raw >= 2**63 else raw
+        raise ValueError("an attribute of a number's type is not a number")
+    signed = field_number in (_VALUE_FIELDS["int32"], _VALUE_FIELDS["int64"])
+    return raw - 2**64 if signed and raw >= 2**63 else raw
 
 
 def _as_bytes(raw: int | bytes) -> bytes:
@@ -391,15 +331,14 @@ def _as_bytes(raw: int | bytes) -> bytes:
 
 def _parse_node(message: bytes) -> Node:
     numbers = {1: 0, 3: 0, 6: 0, 7: 0}
-    name, deps, attributes = "", [], {}
+    name, deps, attributes = "", [], dict[str, Any]()
     for number, raw in _fields(message):
         if number in numbers and isinstance(raw, int):
             numbers[number] = raw
         elif number == 2:
             name = _as_bytes(raw).decode()
         elif number in (4, 5):
-            deps += list(_items("uint64", raw))
+            deps += [int(item) for item in _items(0, raw)]
         elif number == 10:
-            key, value = _attribute(raw)
-            attributes[key] = value
+            attributes.update([_attribute(raw)])
     return Node(numbers[1], name, numbers[3], tuple(deps), numbers[6], numbers[7], attributes)

@@ -12,12 +12,9 @@ starts before the next; times that differ by less than the tolerance count as eq
 all spans at once in sorted columns, so a million spans take a second.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import OffbeatError
 from offbeat.timeline.model import KINDS, Timeline
 
 COMMUNICATION = KINDS.index("communication")
@@ -29,22 +26,22 @@ Seconds = NDArray[np.float64]
 _NONE = -1
 
 
-def critical_positions(
-    timeline: Timeline, step: int | None = None, tolerance_seconds: float | None = None
-) -> Positions:
-    """Positions of the spans on the critical path of `step` (a column of `marks`; the last by default), in time order.
+def critical_positions(timeline: Timeline, tolerance_seconds: float | None = None) -> Positions:
+    """Positions of the spans on the critical path of the last step, in time order.
 
     A timeline without marks counts as one step. The tolerance, for the noise of clocks, is 20 us unless given, and less
     where steps are shorter than 20 ms.
     """
-    begin, finish, last_rank = _window(timeline, step)
-    first_begin = float(begin.min()) if begin.size else float(timeline.start.min(initial=finish))
-    if tolerance_seconds is None:
-        tolerance_seconds = min(20e-6, 1e-3 * (finish - first_begin))
-    if begin.size:
+    if timeline.marks.size > len(timeline.marks):
+        begin, finish = timeline.marks[:, -2], float(timeline.marks[:, -1].max())
+        first_begin, last_rank = float(begin.min()), timeline.marked_ranks[int(timeline.marks[:, -1].argmax())]
         own_begin = np.where(timeline.mark_rows >= 0, begin[timeline.mark_rows], first_begin)
     else:
+        finish = float(timeline.end.max()) if len(timeline) else 0.0
+        first_begin, last_rank = float(timeline.start.min(initial=finish)), None
         own_begin = np.full(len(timeline), -np.inf)
+    if tolerance_seconds is None:
+        tolerance_seconds = min(20e-6, 1e-3 * (finish - first_begin))
     inside = (timeline.end > own_begin) & (timeline.start < finish) & (timeline.kind != WAIT)
     chosen = np.flatnonzero(inside)
     if not len(chosen):
@@ -93,27 +90,6 @@ class _Latest:
         return np.where(found, self.members[place], _NONE)
 
 
-class _Window(NamedTuple):
-    begin: Seconds
-    """Per rank."""
-    finish: float
-    last_rank: int | None
-
-
-def _window(timeline: Timeline, step: int | None) -> _Window:
-    """When the step begins on each rank, when it ends on the last, and which rank that is."""
-    steps = timeline.marks.shape[1] - 1 if timeline.marks.size else 0
-    if steps <= 0:
-        if step is not None:
-            raise OffbeatError(f"timeline: it has no step marks, so there is no step {step}")
-        return _Window(np.empty(0), float(timeline.end.max()) if len(timeline) else 0.0, None)
-    step = steps - 1 if step is None else step
-    if not 0 <= step < steps:
-        raise OffbeatError(f"timeline: there is no step {step}, it has {steps} steps")
-    finish = timeline.marks[:, step + 1]
-    return _Window(timeline.marks[:, step], float(finish.max()), timeline.marked_ranks[int(finish.argmax())])
-
-
 def _last_span(part: Timeline, rank: int | None, finish: float, tolerance: float) -> int:
     """The span that ends the step: the last of its rank to end by `finish`; a computation if it is not much earlier."""
     candidates = np.flatnonzero(part.rank == rank) if rank is not None else np.arange(len(part))
@@ -131,7 +107,7 @@ def _last_span(part: Timeline, rank: int | None, finish: float, tolerance: float
 
 
 def _walk(part: Timeline, last: int, tolerance: float) -> Positions:
-    """The chain that ends with `last`. Every link is earlier than the one after it in `age`, so it comes to an end."""
+    """The chain that ends with `last`; it is finite, because `age` falls with every link."""
     age = np.empty(len(part), "i8")
     age[np.lexsort((np.arange(len(part)), part.end, part.start))] = np.arange(len(part))
     late = last_to_start(part)
@@ -179,8 +155,8 @@ def _earlier(
 ) -> Positions:
     """For each span the member of its group that ended last by `time`, and is earlier than the span itself.
 
-    Within the tolerance a member may be younger than the span, or the span itself; then the tolerance is dropped, and
-    last the members without length that ended in the same instant.
+    Within the tolerance this may find a younger member or the span itself; then it is tried without tolerance, and last
+    without members that end in the same instant.
     """
     latest = _Latest(group[members], part.end[members])
     result = np.full(len(part), _NONE)

@@ -39,7 +39,7 @@ class RankTime:
     exposed_seconds: float
     """Communication not hidden by compute, after all its participants have started."""
     waiting_seconds: float
-    """Its collectives only waited for a participant, and it computed nothing."""
+    """It computed nothing, and its collectives only waited for a participant."""
     idle_seconds: float
     overlap_seconds: float
     """Communication hidden by compute, after all its participants have started."""
@@ -55,7 +55,7 @@ class Blame:
 
     name: str
     exposed_seconds: float
-    """Where several were under way, each has an equal part of the time."""
+    """Where several were under way, the time is divided equally among them."""
     waiting_seconds: float
     bytes: int
     """Sent by one rank in one step."""
@@ -69,7 +69,7 @@ class Straggler:
     seconds: float
     """Per step, by how much it computes longer, or is waited for longer, than the median of the others."""
     reason: Literal["compute", "lateness"]
-    """'compute' if that is what makes it late."""
+    """'compute' if longer computing makes it late."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,15 @@ class Diagnosis:
 
 
 def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
-    """Needs step marks; ranks without any are left out, with a note.
+    """Diagnoses a timeline with step marks; ranks without marks are left out, with a note.
 
-    Where communication reaches into the next step, the first step is left out: what reaches into it is not recorded.
+    Where communication reaches into the next step, the first step is left out: what reached into it was not recorded.
     """
-    _check_marks(timeline.marks)
+    marks = timeline.marks
+    if marks.ndim != 2 or marks.shape[0] == 0 or marks.shape[1] < 2:
+        raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
+    if not (np.diff(marks, axis=1) >= 0).all():
+        raise OffbeatError("timeline: marks: a step ends before it begins")
     timeline = _without_cut_step(timeline)
     late = last_to_start(timeline)
     sweep = _sweep(timeline, late)
@@ -136,13 +140,6 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
         communication_seen=seen,
         notes=timeline.notes + _notes(timeline, sweep),
     )
-
-
-def _check_marks(marks: Floats) -> None:
-    if marks.ndim != 2 or marks.shape[0] == 0 or marks.shape[1] < 2:
-        raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
-    if not (np.diff(marks, axis=1) >= 0).all():
-        raise OffbeatError("timeline: marks: a step ends before it begins")
 
 
 def _without_cut_step(timeline: Timeline) -> Timeline:
@@ -223,15 +220,21 @@ def _sweep(timeline: Timeline, late: Integers) -> _Sweep:
     length = np.where(stepping, segments.end - segments.start, 0.0)
     state = np.select([computing, transferring, waiting], [_COMPUTE, _EXPOSED, _WAITING], _IDLE)
 
-    step = _step_of(timeline.marks, segments)
+    # The step of each segment; the nearest for one outside of all.
+    step = np.zeros(len(segments.group), "i8")
+    for row, marks in enumerate(timeline.marks):
+        own = segments.group == row
+        step[own] = np.searchsorted(marks[1:-1], segments.start[own], side="right")
     cell = segments.group * steps + step
     totals: Floats = np.bincount(cell * 4 + state, length, ranks * steps * 4).astype("f8")
     hidden: Floats = np.bincount(cell, np.where(computing & transferring, length, 0.0), ranks * steps).astype("f8")
-    dues = [
-        _due(segments, np.where(state == which, length / np.maximum(segments.counts[which], 1), 0.0), first, len(sent))
-        for which, first in ((_EXPOSED, 0), (_WAITING, len(sent)))
-    ]
-    return _Sweep(totals.reshape(ranks, steps, 4), hidden.reshape(ranks, steps), sent, dues[0], dues[1])
+    dues = []
+    for which, first in ((_EXPOSED, 0), (_WAITING, len(sent))):
+        share = np.where(state == which, length / np.maximum(segments.counts[which], 1), 0.0)
+        total = np.concatenate([[0.0], np.cumsum(share)])
+        mine = slice(first, first + len(sent))
+        dues.append(total[segments.past[mine]] - total[segments.first[mine]])
+    return _Sweep(totals.reshape(ranks, steps, 4), hidden.reshape(ranks, steps), sent, *dues)
 
 
 def _computing(timeline: Timeline, marked: NDArray[np.bool_]) -> tuple[Integers, Floats, Floats]:
@@ -247,56 +250,27 @@ def _computing(timeline: Timeline, marked: NDArray[np.bool_]) -> tuple[Integers,
     return segments.group[kept] // tracks, segments.start[kept], segments.end[kept]
 
 
-def _step_of(marks: Floats, segments: _Segments) -> Integers:
-    """Step in which each segment lies; the nearest for one outside of all."""
-    step = np.empty(len(segments.group), "i8")
-    bounds = np.searchsorted(segments.group, np.arange(len(marks) + 1))
-    for rank, row in enumerate(marks):
-        own = slice(bounds[rank], bounds[rank + 1])
-        step[own] = np.searchsorted(row, segments.start[own], side="right") - 1
-    return np.clip(step, 0, marks.shape[1] - 2)
-
-
-def _due(segments: _Segments, weight: Floats, first: int, count: int) -> Floats:
-    """Sum of `weight` over the segments of each of the intervals from number `first`."""
-    total = np.concatenate([[0.0], np.cumsum(weight)])
-    chosen = slice(first, first + count)
-    return total[segments.past[chosen]] - total[segments.first[chosen]]
-
-
 def _rank_times(timeline: Timeline, sweep: _Sweep, late: Integers) -> tuple[RankTime, ...]:
-    mean = sweep.seconds.mean(axis=1)
-    overlap = sweep.overlap.mean(axis=1)
+    mean, overlap = sweep.seconds.mean(axis=1), sweep.overlap.mean(axis=1)
     count, steps = sweep.overlap.shape
     last = timeline.mark_rows[late[sweep.communicating]]
     blamed = np.zeros(count)
     counted = (last >= 0) & (last != timeline.mark_rows[sweep.communicating])
     np.add.at(blamed, last[counted], sweep.waiting[counted] / (steps * max(1, count - 1)))
-    return tuple(
-        RankTime(
-            rank=rank,
-            step_seconds=float(mean[row].sum()),
-            compute_seconds=float(mean[row, _COMPUTE]),
-            exposed_seconds=float(mean[row, _EXPOSED]),
-            waiting_seconds=float(mean[row, _WAITING]),
-            idle_seconds=float(mean[row, _IDLE]),
-            overlap_seconds=float(overlap[row]),
-            network_seconds=float(mean[row, _EXPOSED] + overlap[row]),
-            blamed_seconds=float(blamed[row]),
-        )
-        for row, rank in enumerate(timeline.marked_ranks)
-    )
+    # The fields of RankTime in their order: _COMPUTE to _IDLE are the second to the fifth.
+    rows = np.column_stack([mean.sum(axis=1), mean, overlap, mean[:, _EXPOSED] + overlap, blamed]).tolist()
+    return tuple(RankTime(rank, *row) for rank, row in zip(timeline.marked_ranks, rows, strict=True))
 
 
 def _straggler(ranks: tuple[RankTime, ...], step_seconds: float) -> Straggler | None:
-    """The rank that stands out by more than a fiftieth of the step, or None."""
+    """The rank that exceeds the others by more than a fiftieth of the step, or None."""
     if len(ranks) < 2:
         return None
     found = []
     for field in ("compute_seconds", "blamed_seconds"):
         values = np.array([getattr(rank, field) for rank in ranks])
         most = int(values.argmax())
-        # Chance makes every rank the last now and then, so only what exceeds the others counts.
+        # Every rank is the last now and then, so only the excess over the others counts.
         found.append((float(values[most] - np.median(np.delete(values, most))), most))
     (longer, slowest), (later, last) = found
     least = _STRAGGLER_SHARE * step_seconds
@@ -318,7 +292,7 @@ def _blame(timeline: Timeline, sweep: _Sweep, most: int) -> tuple[Blame, ...]:
     return tuple(
         Blame(timeline.names[number], float(exposed[number]), float(waiting[number]), round(size[number]))
         for number in worst[:most]
-        # What remains of a difference of sums is no time.
+        # Less than that is a rounding error.
         if exposed[number] > 1e-12 or waiting[number] > 1e-12
     )
 
@@ -335,13 +309,13 @@ def _critical_shares(timeline: Timeline) -> tuple[dict[str, float], dict[int, fl
     if total <= 0:
         return {}, {}
     kinds = np.bincount(timeline.kind[positions], seconds, len(KINDS)) / total
-    by_kind: dict[str, float] = {kind: float(share) for kind, share in zip(KINDS, kinds, strict=True) if share}
+    by_kind: dict[str, float] = {kind: share for kind, share in zip(KINDS, kinds.tolist(), strict=True) if share}
     idle = 1.0 - float(kinds.sum())
     if idle > 1e-9:
         by_kind["idle"] = idle
     present, number = np.unique(timeline.rank[positions], return_inverse=True)
     shares = np.bincount(number, seconds) / total
-    return by_kind, {int(rank): float(share) for rank, share in zip(present, shares, strict=True)}
+    return by_kind, dict(zip(present.tolist(), shares.tolist(), strict=True))
 
 
 def _notes(timeline: Timeline, sweep: _Sweep) -> tuple[str, ...]:
@@ -388,31 +362,30 @@ def _summary(diagnosis: Diagnosis) -> list[str]:
 def _table(ranks: tuple[RankTime, ...]) -> list[str]:
     columns = ("compute", "exposed", "waiting", "idle", "overlap")
     lines = [f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)]
-    shown = ranks
-    if len(ranks) > _MOST_RANKS_SHOWN:
-        shown = tuple(sorted(ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN])
-    for rank in shown:
+    slowest = sorted(ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN]
+    for rank in slowest if len(ranks) > _MOST_RANKS_SHOWN else ranks:
         values = (_show(getattr(rank, f"{column}_seconds")) for column in columns)
         lines.append(f"{rank.rank:>5}" + "".join(f"{value:>12}" for value in values))
-    if len(shown) < len(ranks):
-        lines.append(f"      and {len(ranks) - len(shown)} ranks that compute less")
+    if len(slowest) < len(ranks):
+        lines.append(f"      and {len(ranks) - len(slowest)} ranks that compute less")
     return lines
 
 
 def short_name(name: str) -> str:
-    """A bucket is called after all its tensors; two of them and their number are enough to know it by."""
+    """The name of a bucket, which lists all its tensors, shortened to the first, the last and their number."""
     names = name.split(",")
     return name if len(names) < 3 else f"{names[0]} to {names[-1]}, {len(names)} tensors"
 
 
 def _findings(diagnosis: Diagnosis) -> list[str]:
-    straggler = diagnosis.straggler
-    if straggler is None:
-        lines = ["straggler: none"]
-    elif straggler.reason == "compute":
-        lines = [f"straggler: rank {straggler.rank} computes {_show(straggler.seconds)} longer than the others"]
+    found = diagnosis.straggler
+    if found is None:
+        said = "none"
+    elif found.reason == "compute":
+        said = f"rank {found.rank} computes {_show(found.seconds)} longer than the others"
     else:
-        lines = [f"straggler: the others wait {_show(straggler.seconds)} per step for rank {straggler.rank}"]
+        said = f"the others wait {_show(found.seconds)} per step for rank {found.rank}"
+    lines = [f"straggler: {said}"]
     lines += [
         f"  {short_name(blame.name)} ({format_bytes(blame.bytes)}): {_show(blame.exposed_seconds)} exposed, "
         f"{_show(blame.waiting_seconds)} waiting"
@@ -425,5 +398,5 @@ def _findings(diagnosis: Diagnosis) -> list[str]:
 
 
 def _show(seconds: float) -> str:
-    """To the nanosecond, so that the rounding errors of sums are not shown."""
+    """Rounded to nanoseconds, which hides the rounding errors of sums."""
     return format_seconds(round(seconds, 9))

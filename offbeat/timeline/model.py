@@ -4,23 +4,33 @@ Spans are kept as columns, so that a million of them stay small and quick; `Time
 are seconds since the timeline's own zero. A collective has one span on each participant, all with the same `task`.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
 
 Kind = Literal["forward", "backward", "optimizer", "communication", "update", "wait", "other"]
 KINDS: tuple[Kind, ...] = ("forward", "backward", "optimizer", "communication", "update", "wait", "other")
-"""What a span is; 'update' is an optimizer step of one message, 'wait' time in which a rank stood still."""
+"""Kinds of spans; 'update' is the optimizer step of one message, 'wait' is time in which a rank stood still."""
+
+COLLECTIVES: tuple[str, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
+COLLECTIVES += ("gather", "scatter", "send_recv", "send", "recv")
+_COLLECTIVE = re.compile("|".join(kind.replace("_", "_?") for kind in COLLECTIVES), re.IGNORECASE)
+_BY_LETTERS = {kind.replace("_", ""): kind for kind in COLLECTIVES}
 
 COMPUTE = "compute"
 NETWORK = "network"
+COLUMNS = {"start": "f8", "end": "f8", "rank": "i4", "track": "i4", "kind": "i1"}
+COLUMNS |= {"name": "i4", "step": "i4", "queued": "f8", "bytes": "i8", "task": "i4"}
+"""The columns of a timeline, one entry per span, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,8 @@ class Span:
         return self.end - self.start
 
 
-def _column(dtype: str) -> NDArray:
-    return np.empty(0, dtype)
+def _column(name: str) -> NDArray[Any]:
+    return np.empty(0, COLUMNS[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,20 +67,20 @@ class Timeline:
 
     names: tuple[str, ...] = ()
     tracks: tuple[str, ...] = (COMPUTE, NETWORK)
-    start: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
-    end: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
-    rank: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
-    track: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    start: NDArray[np.float64] = field(default_factory=lambda: _column("start"))
+    end: NDArray[np.float64] = field(default_factory=lambda: _column("end"))
+    rank: NDArray[np.int32] = field(default_factory=lambda: _column("rank"))
+    track: NDArray[np.int32] = field(default_factory=lambda: _column("track"))
     """Index into `tracks`."""
-    kind: NDArray[np.int8] = field(default_factory=lambda: _column("i1"))
+    kind: NDArray[np.int8] = field(default_factory=lambda: _column("kind"))
     """Index into `KINDS`."""
-    name: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    name: NDArray[np.int32] = field(default_factory=lambda: _column("name"))
     """Index into `names`."""
-    step: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
-    queued: NDArray[np.float64] = field(default_factory=lambda: _column("f8"))
+    step: NDArray[np.int32] = field(default_factory=lambda: _column("step"))
+    queued: NDArray[np.float64] = field(default_factory=lambda: _column("queued"))
     """NaN where unknown."""
-    bytes: NDArray[np.int64] = field(default_factory=lambda: _column("i8"))
-    task: NDArray[np.int32] = field(default_factory=lambda: _column("i4"))
+    bytes: NDArray[np.int64] = field(default_factory=lambda: _column("bytes"))
+    task: NDArray[np.int32] = field(default_factory=lambda: _column("task"))
     marks: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """Per rank, in order of `marked_ranks`, when its steps began and the last ended: shape (ranks, steps + 1)."""
     peak_memory: tuple[int, ...] = ()
@@ -82,7 +92,7 @@ class Timeline:
     """What was left out, and why."""
 
     def __post_init__(self) -> None:
-        for column in ("end", "rank", "track", "kind", "name", "step", "queued", "bytes", "task"):
+        for column in COLUMNS:
             length = len(getattr(self, column))
             if length != len(self.start):
                 raise OffbeatError(f"timeline: column {column!r} has {length} entries, 'start' has {len(self.start)}")
@@ -140,10 +150,9 @@ class Timeline:
             raise OffbeatError("timeline: it has no step marks, so its iteration time is unknown")
         return float(np.median(self.step_seconds))
 
-    def select(self, chosen: NDArray[np.bool_]) -> "Timeline":
-        """The spans where `chosen` is true."""
-        columns = ("start", "end", "rank", "track", "kind", "name", "step", "queued", "bytes", "task")
-        return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in columns})
+    def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> "Timeline":
+        """The spans where `chosen` is true, or at these positions."""
+        return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in COLUMNS})
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that determines the length of the last step, in time order."""
@@ -152,6 +161,7 @@ class Timeline:
         positions = self.critical if self.critical is not None else critical_positions(self)
         return tuple(self[int(position)] for position in positions)
 
+    @checked
     def save(self, path: str | PathLike[str]) -> None:
         """Writes Chrome's trace format, which Perfetto opens too; '.gz' is compressed."""
         from offbeat.timeline.chrome import write
@@ -159,11 +169,20 @@ class Timeline:
         write(self, path)
 
     @classmethod
+    @checked
     def load(cls, path: str | PathLike[str]) -> "Timeline":
         """Reads what `save` wrote."""
         from offbeat.timeline.chrome import read
 
         return read(path)
+
+
+def collective_kind(name: str) -> str:
+    """'all_reduce' of 'm3.all_reduce[0:64]', 'c10d::allreduce_', 'ncclDevKernel_AllReduce'; 'collective' if unknown."""
+    if "barrier" in name.lower():
+        return "barrier"
+    found = _COLLECTIVE.search(name)
+    return _BY_LETTERS[found[0].lower().replace("_", "")] if found else "collective"
 
 
 class Builder:
@@ -198,21 +217,14 @@ class Builder:
         source: Literal["predicted", "measured"] = "measured",
         notes: tuple[str, ...] = (),
     ) -> Timeline:
-        columns = list(zip(*self.rows, strict=True)) or [()] * 10
-        start, end, rank, track, kind, name, step, queued, size, task = columns
+        values = zip(*self.rows, strict=True) if self.rows else [()] * len(COLUMNS)
+        columns: dict[str, Any] = {
+            name: np.array(column, dtype) for (name, dtype), column in zip(COLUMNS.items(), values, strict=True)
+        }
         return Timeline(
             names=tuple(self.names),
             tracks=tuple(self.tracks),
-            start=np.array(start, "f8"),
-            end=np.array(end, "f8"),
-            rank=np.array(rank, "i4"),
-            track=np.array(track, "i4"),
-            kind=np.array(kind, "i1"),
-            name=np.array(name, "i4"),
-            step=np.array(step, "i4"),
-            queued=np.array(queued, "f8"),
-            bytes=np.array(size, "i8"),
-            task=np.array(task, "i4"),
+            **columns,
             marks=np.empty((0, 0)) if marks is None else marks,
             source=source,
             notes=notes,

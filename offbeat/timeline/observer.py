@@ -1,4 +1,4 @@
-"""Observer: what the runtime tells of its work while it runs, so that it need not know who records it."""
+"""Observer: receives what the runtime does while it runs, so that the runtime need not know who records it."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -8,21 +8,21 @@ from offbeat.timeline.model import Kind
 
 
 class Observer(Protocol):
-    """Is told of spans as they end. Times are `time.perf_counter` seconds of this process.
+    """Receives spans as they end. Times are `time.perf_counter` seconds of this process.
 
     Calls come from the training thread and from threads of the communication backend; they must be cheap and must not
     raise.
     """
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
-        """A collective of the plan: when it could go, when the backend got it, when it had ended."""
+        """A collective of the plan: when it was ready, when it was issued, when it had ended."""
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
         """This rank waited for messages, or updated what they brought; no messages means all of them."""
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of some spans (start, end) was open."""
+    """Seconds in which at least one of the spans (start, end) was open."""
     total, reach = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reach))

@@ -23,33 +23,46 @@ if TYPE_CHECKING:
 
     from offbeat.graph.model import ModelGraph
 
-# Strings, so that listing the names does not import torch.
-_BUILDERS = {
-    "vgg16": "vgg:vgg16",
-    "resnet50": "resnet:resnet50",
-    "resnet101": "resnet:resnet101",
-    "inception_v3": "inception:inception_v3",
-    "densenet121": "densenet:densenet121",
-    "wide_resnet": "resnet:wide_resnet",
-    "transformer": "transformer:transformer",
-    "seq2seq": "recurrent:seq2seq",
-    "ncf_dense": "ncf:ncf_dense",
-    "ncf_sparse": "ncf:ncf_sparse",
-    "lm1b": "recurrent:lm1b",
-    "bert_3l": "bert:bert_3l",
-    "bert_6l": "bert:bert_6l",
-    "bert_base": "bert:bert_base",
-    "bert_large": "bert:bert_large",
-    "gpt2": "gpt2:gpt2",
-    "gpt2_medium": "gpt2:gpt2_medium",
-    "gpt2_xl": "gpt2:gpt2_xl",
-    "mlp": "mlp:mlp",
+# Each model's function has its name, in this module. Strings, so that listing the names does not import torch.
+_MODULES = {
+    "vgg16": "convolutional",
+    "resnet50": "convolutional",
+    "resnet101": "convolutional",
+    "inception_v3": "inception",
+    "densenet121": "convolutional",
+    "wide_resnet": "convolutional",
+    "transformer": "transformers",
+    "seq2seq": "recurrent",
+    "ncf_dense": "dense",
+    "ncf_sparse": "dense",
+    "lm1b": "recurrent",
+    "bert_3l": "transformers",
+    "bert_6l": "transformers",
+    "bert_base": "transformers",
+    "bert_large": "transformers",
+    "gpt2": "transformers",
+    "gpt2_medium": "transformers",
+    "gpt2_xl": "transformers",
+    "mlp": "dense",
+}
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+# What the models' own options that are numbers must be.
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a probability from 0 to below 1"),
+    "width": (lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
+    "sequence": (lambda value: _is_number(value, int) and value > 0, "a whole number above 0"),
+    "vocabulary": (lambda value: _is_number(value, int) and value > 1, "at least 2, the padding and one word"),
 }
 
 
 def names() -> tuple[str, ...]:
     """The names `build` and `capture` know."""
-    return tuple(_BUILDERS)
+    return tuple(_MODULES)
 
 
 def build(
@@ -60,15 +73,20 @@ def build(
     `scale` is in (0, 1]; `batch` is the number of samples and defaults to the papers', shrunk by `scale`. `options` are
     the keyword arguments of the model's own function, such as `dropout` or wide_resnet's `width`.
     """
-    builder = _builder(name)
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale) or not 0 < scale <= 1:
+    if name not in _MODULES:
+        raise OffbeatError(f"no model is called {name!r}; the zoo has {', '.join(_MODULES)}")
+    builder = getattr(importlib.import_module(f"offbeat.zoo.{_MODULES[name]}"), name)
+    if not (_is_number(scale) and 0 < scale <= 1):
         raise OffbeatError(f"scale: {scale!r} must be a number above 0 and at most 1")
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+    if batch is not None and not (_is_number(batch, int) and batch >= 1):
         raise OffbeatError(f"batch: {batch!r} must be a whole number of samples, at least 1")
     known = [option for option in inspect.signature(builder).parameters if option not in ("scale", "batch")]
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise OffbeatError(f"{option}: model {name!r} has no such option; it has {', '.join(known) or 'none'}")
+        fits, words = _OPTIONS.get(option, (lambda _: True, ""))
+        if not fits(value):
+            raise OffbeatError(f"{option}: {value!r} must be {words}")
     return builder(float(scale), batch, **options)
 
 
@@ -81,13 +99,6 @@ def capture(name: str, scale: float = 1.0, batch: int | None = None, **options: 
     with torch.device("meta"):
         model, example_inputs = build(name, scale, batch, **options)
     return capture_graph(model, example_inputs, name=name)
-
-
-def _builder(name: str) -> Callable[..., Any]:
-    if name not in _BUILDERS:
-        raise OffbeatError(f"no model is called {name!r}; the zoo has {', '.join(_BUILDERS)}")
-    module, function = _BUILDERS[name].split(":")
-    return getattr(importlib.import_module(f"offbeat.zoo.{module}"), function)
 
 
 __all__ = ["build", "capture", "names"]

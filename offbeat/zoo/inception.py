@@ -1,11 +1,12 @@
 """Inception v3 (Szegedy et al. 2016) without its auxiliary head: parallel branches of unequal cost."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.zoo.images import classes, labelled_images
-from offbeat.zoo.scaling import Inputs, check_dropout, depth, length, samples, width
+from offbeat.zoo.blocks import Built, classes, depth, labelled_images, length, width
 
 
 class Unit(nn.Sequential):
@@ -33,90 +34,57 @@ class Branches(nn.Module):
 
 
 class Blocks:
-    """Builds the paper's blocks one after another, with their channels shrunk by `scale`."""
+    """Builds the paper's blocks one after another, with their channels shrunk by `scale`.
+
+    A branch is a list of convolutions: (channels, kernel), or (channels, kernel, stride) without padding. Several of
+    them in one tuple, which may end a branch, run beside each other.
+    """
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
         self.channels = 3
 
-    def _c(self, size: int) -> int:
-        return width(size, self.scale)
-
-    def _pooled(self, outputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Unit(self.channels, outputs, 1))
-
     def unit(self, outputs: int, kernel: int, stride: int = 1, same: bool = False) -> nn.Module:
-        unit = Unit(self.channels, self._c(outputs), kernel, stride, same)
-        self.channels = self._c(outputs)
+        unit = Unit(self.channels, width(outputs, self.scale), kernel, stride, same)
+        self.channels = width(outputs, self.scale)
         return unit
 
-    def block_a(self, pool: int) -> nn.Module:
-        """The 35×35 block: 1×1, 5×5, double 3×3, pooling."""
-        n, c = self.channels, self._c
-        block = Branches(
-            Unit(n, c(64), 1),
-            nn.Sequential(Unit(n, c(48), 1), Unit(c(48), c(64), 5)),
-            nn.Sequential(Unit(n, c(64), 1), Unit(c(64), c(96), 3), Unit(c(96), c(96), 3)),
-            self._pooled(c(pool)),
-        )
-        self.channels = c(64) + c(64) + c(96) + c(pool)
-        return block
+    def block(self, *branches: list[Any], pool: int | None = None) -> nn.Module:
+        """The branches and a pooling: an average that is projected to `pool` channels, or one that halves the image."""
+        inputs, made = self.channels, []
+        outputs = 0
+        for branch in branches:
+            layers, size = self._chain(inputs, branch)
+            made.append(layers[0] if len(layers) == 1 else nn.Sequential(*layers))
+            outputs += size
+        if pool is None:
+            made.append(nn.MaxPool2d(3, stride=2))
+            self.channels = outputs + inputs
+        else:
+            projected = width(pool, self.scale)
+            made.append(nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Unit(inputs, projected, 1)))
+            self.channels = outputs + projected
+        return Branches(*made)
 
-    def block_b(self) -> nn.Module:
-        """35×35 → 17×17."""
-        n, c = self.channels, self._c
-        block = Branches(
-            Unit(n, c(384), 3, 2, same=False),
-            nn.Sequential(Unit(n, c(64), 1), Unit(c(64), c(96), 3), Unit(c(96), c(96), 3, 2, same=False)),
-            nn.MaxPool2d(3, stride=2),
-        )
-        self.channels = c(384) + c(96) + n
-        return block
-
-    def block_c(self, inner: int) -> nn.Module:
-        """The 17×17 block: 7×7 convolutions factored into 1×7 and 7×1."""
-        n, m, out = self.channels, self._c(inner), self._c(192)
-        block = Branches(
-            Unit(n, out, 1),
-            nn.Sequential(Unit(n, m, 1), Unit(m, m, (1, 7)), Unit(m, out, (7, 1))),
-            nn.Sequential(
-                Unit(n, m, 1), Unit(m, m, (7, 1)), Unit(m, m, (1, 7)), Unit(m, m, (7, 1)), Unit(m, out, (1, 7))
-            ),
-            self._pooled(out),
-        )
-        self.channels = 4 * out
-        return block
-
-    def block_d(self) -> nn.Module:
-        """17×17 → 8×8."""
-        n, c = self.channels, self._c
-        m = c(192)
-        block = Branches(
-            nn.Sequential(Unit(n, m, 1), Unit(m, c(320), 3, 2, same=False)),
-            nn.Sequential(Unit(n, m, 1), Unit(m, m, (1, 7)), Unit(m, m, (7, 1)), Unit(m, m, 3, 2, same=False)),
-            nn.MaxPool2d(3, stride=2),
-        )
-        self.channels = c(320) + m + n
-        return block
-
-    def block_e(self) -> nn.Module:
-        """The 8×8 block: 3×3 convolutions split into parallel 1×3 and 3×1."""
-        n, c = self.channels, self._c
-        m = c(384)
-        block = Branches(
-            Unit(n, c(320), 1),
-            nn.Sequential(Unit(n, m, 1), Branches(Unit(m, m, (1, 3)), Unit(m, m, (3, 1)))),
-            nn.Sequential(Unit(n, c(448), 1), Unit(c(448), m, 3), Branches(Unit(m, m, (1, 3)), Unit(m, m, (3, 1)))),
-            self._pooled(c(192)),
-        )
-        self.channels = c(320) + 4 * m + c(192)
-        return block
+    def _chain(self, size: int, branch: list[Any]) -> tuple[list[nn.Module], int]:
+        """The layers of a branch and the channels that it ends with."""
+        layers: list[nn.Module] = []
+        for step in branch:
+            if isinstance(step[0], tuple):
+                ends = [self._chain(size, [each]) for each in step]
+                layers.append(Branches(*[end[0] for end, _ in ends]))
+                size = sum(channels for _, channels in ends)
+            else:
+                outputs, kernel, stride = (*step, 1)[:3]
+                layers.append(Unit(size, width(outputs, self.scale), kernel, stride, same=stride == 1))
+                size = width(outputs, self.scale)
+        return layers, size
 
 
 class Inception(nn.Module):
-    """A stem of convolutions, the five kinds of block, one dense layer, cross-entropy."""
+    """A stem of convolutions, blocks of branches, one dense layer, cross-entropy."""
 
-    def __init__(self, scale: float, class_count: int, dropout: float) -> None:
+    def __init__(self, scale: float, dropout: float) -> None:
         super().__init__()
         blocks = Blocks(scale)
         self.stem = nn.Sequential(
@@ -129,14 +97,31 @@ class Inception(nn.Module):
             nn.MaxPool2d(3, stride=2),
         )
         self.body = nn.Sequential(
-            *[blocks.block_a(pool) for pool in (32, 64, 64)[: depth(3, scale)]],
-            blocks.block_b(),
-            *[blocks.block_c(inner) for inner in (128, 160, 160, 192)[: depth(4, scale)]],
-            blocks.block_d(),
-            *[blocks.block_e() for _ in range(2)],
+            # 35×35: 1×1, 5×5, double 3×3.
+            *[
+                blocks.block([(64, 1)], [(48, 1), (64, 5)], [(64, 1), (96, 3), (96, 3)], pool=pool)
+                for pool in (32, 64, 64)[: depth(3, scale)]
+            ],
+            blocks.block([(384, 3, 2)], [(64, 1), (96, 3), (96, 3, 2)]),
+            # 17×17: 7×7 convolutions factored into 1×7 and 7×1.
+            *[
+                blocks.block(
+                    [(192, 1)],
+                    [(m, 1), (m, (1, 7)), (192, (7, 1))],
+                    [(m, 1), (m, (7, 1)), (m, (1, 7)), (m, (7, 1)), (192, (1, 7))],
+                    pool=192,
+                )
+                for m in (128, 160, 160, 192)[: depth(4, scale)]
+            ],
+            blocks.block([(192, 1), (320, 3, 2)], [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)]),
+            # 8×8: 3×3 convolutions split into parallel 1×3 and 3×1.
+            *[
+                blocks.block([(320, 1)], [(384, 1), split], [(448, 1), (384, 3), split], pool=192)
+                for split in [((384, (1, 3)), (384, (3, 1)))] * 2
+            ],
         )
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(blocks.channels, class_count)
+        self.head = nn.Linear(blocks.channels, classes(scale))
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=0.1, a=-0.2, b=0.2)
@@ -146,13 +131,10 @@ class Inception(nn.Module):
         return F.cross_entropy(self.head(self.dropout(x)), labels)
 
 
-def inception_v3(scale: float, batch: int | None, *, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def inception_v3(scale: float, batch: int | None, *, dropout: float = 0.0) -> Built:
     """23,834,568 parameters in 284 tensors; 299×299 images, batch 32. Published dropout: 0.5.
 
     The auxiliary head, which would add 3.3 million, is left out as in the counts of AutoSync's table 1.
     """
-    class_count = classes(scale)
-    model = Inception(scale, class_count, check_dropout(dropout))
     # 107 pixels end as 2×2, so that batch norm sees more than one value even for a single sample.
-    side = length(299, scale, least=107)
-    return model, labelled_images(samples(32, scale, batch), side, class_count)
+    return Inception(scale, dropout), labelled_images(scale, batch, length(299, scale, least=107))

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.zoo.attention import attend
-from offbeat.zoo.scaling import Inputs, check_dropout, check_positive, depth, length, samples, width
+from offbeat.zoo.blocks import Built, attend, depth, length, samples, width
 
 
 class Seq2Seq(nn.Module):
@@ -50,14 +49,13 @@ class Seq2Seq(nn.Module):
         return F.cross_entropy(self.output(x).flatten(0, 1), next_target.flatten())
 
 
-def seq2seq(scale: float, batch: int | None, *, sequence: int = 32, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def seq2seq(scale: float, batch: int | None, *, sequence: int = 32, dropout: float = 0.0) -> Built:
     """67,192,164 parameters in 32 tensors, as in PACE's table II (67.2M, 32); 128 sentences of 32 tokens (its 4096).
 
     Two stacks of three layers of 512 units, and 32,100 tokens for each language. Published dropout: 0.2.
     """
-    check_positive(sequence, "sequence", whole=True)
     vocabulary = length(32_100, scale)
-    model = Seq2Seq(vocabulary, width(512, scale), depth(3, scale), check_dropout(dropout))
+    model = Seq2Seq(vocabulary, width(512, scale), depth(3, scale), dropout)
     shape = (samples(128, scale, batch), length(sequence, scale))
     return model, tuple(torch.randint(vocabulary, shape) for _ in range(3))
 
@@ -110,7 +108,7 @@ class SampledLanguageModel(nn.Module):
         return F.cross_entropy(logits, torch.zeros_like(true))
 
 
-def lm1b(scale: float, batch: int | None, *, sparse: bool = True, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def lm1b(scale: float, batch: int | None, *, sparse: bool = True, dropout: float = 0.0) -> Built:
     """832,213,886 parameters in 13 tensors, 813 million of them with sparse gradients; 128 sequences of 20 words.
 
     793,470 words of 512 features, two LSTM layers of 2048 units projected to 512, 8192 sampled words. Published
@@ -118,7 +116,7 @@ def lm1b(scale: float, batch: int | None, *, sparse: bool = True, dropout: float
     """
     vocabulary = length(793_470, scale, least=64)
     features, units = width(512, scale), width(2048, scale, multiple=32)
-    model = SampledLanguageModel(vocabulary, features, units, 2, sparse, check_dropout(dropout))
+    model = SampledLanguageModel(vocabulary, features, units, 2, sparse, dropout)
     shape = (samples(128, scale, batch), length(20, scale, least=4))
     candidates = length(8192, scale, least=16)
     # Inverse of the log-uniform distribution function.

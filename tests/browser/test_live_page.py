@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live_server import serving
 
 from offbeat import zoo
+from offbeat.cli.report import opening_page
 from offbeat.cluster import ClusterSpec
 from offbeat.report.live import Session, State
-from offbeat.report.server import LiveServer, serving
+from offbeat.report.server import LiveServer
 from offbeat.timeline import COMPUTE, NETWORK, Timeline
 from offbeat.timeline.model import Builder
 
@@ -77,6 +79,33 @@ def coloured_pixels(browser: Any) -> int:
         "  if (Math.max(data[i], data[i+1], data[i+2]) - Math.min(data[i], data[i+1], data[i+2]) > 40) count += 1;"
         "return count;"
     )
+
+
+def test_the_page_belongs_to_who_knows_its_address(browser: Any, small: LiveServer) -> None:
+    """Another user's browser, which has the address without the token or with a wrong one, is shown one sentence."""
+    address = small.url.partition("?")[0]
+    for other in (address, f"{address}?token=guess", f"{address}live.js"):
+        browser.get(other)
+        shown = browser.execute_script("return document.body.innerText")
+        assert "open the whole address that offbeat view has printed" in shown
+        assert small.token not in browser.page_source
+    open_page(browser, small)
+    requests = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert any("/api/replay" in request for request in requests)
+    for request in requests:
+        # Assets name the token in their address, requests for numbers in a header.
+        assert request.endswith(f"?token={small.token}") or "/api/" in request
+    assert browser.execute_script("return document.referrer") == ""
+
+
+def test_the_page_is_opened_without_its_address_on_a_command_line(
+    browser: Any, small: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", browser.get)
+    with opening_page(small.url):
+        wait(browser, lambda: drawn_state(browser))
+    assert browser.execute_script("return document.referrer") == ""
+    assert console_errors(browser) == []
 
 
 def test_everything_is_drawn(browser: Any, small: LiveServer) -> None:

@@ -13,7 +13,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.plan import lower
 from offbeat.profile.measure import Profile
-from offbeat.report import write_report
+from offbeat.report import make_report, render, write_report
 from offbeat.simulate import simulate
 from offbeat.strategy import build_strategy
 from offbeat.timeline import COMPUTE, NETWORK, Builder, Timeline
@@ -146,7 +146,7 @@ def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
         builder.add(rank, HOSTILE, "other", HOSTILE, 0.2, 0.3, step=0)
     timeline = builder.build(np.array([[0.0, 1.0], [0.0, 1.0]]), notes=(HOSTILE,))
     path = tmp_path / "hostile.html"
-    write_report(path, timeline, title=HOSTILE, nodes={0: HOSTILE, 1: "b"})
+    path.write_text(render(replace(make_report(timeline, title=HOSTILE), nodes={0: HOSTILE, 1: "b"})), "utf-8")
     open_report(browser, path)
     assert browser.find_element("tag name", "h1").text == HOSTILE
     box = browser.execute_script(

@@ -8,6 +8,7 @@ import small_models
 import torch
 import torch.distributed as dist
 import training
+from reference import flat_parameters, reference_run
 
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
@@ -44,7 +45,7 @@ def clocks(synchronizer: str, staleness: int, steps: int, longest_nap: float) ->
             trainer.step()
             losses.append(loss.item())
         net.flush()
-        digest = training._parameters(net).tolist()[:50]
+        digest = flat_parameters(net).tolist()[:50]
     return {"began": began, "ended": ended, "losses": losses, "parameters": digest}
 
 
@@ -60,7 +61,7 @@ def without_staleness(synchronizer: str) -> list[float]:
                 trainer.zero_grad()
                 net(*small_models.batch("mlp", step, rank)).backward()
                 trainer.step()
-            results.append(training._parameters(net))
+            results.append(flat_parameters(net))
     return [float((results[0] - results[1]).abs().max()), float(results[0].abs().sum())]
 
 
@@ -95,7 +96,7 @@ def accumulated(parts: int, scale: float) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = training._shared(
         ("accumulated", world),
-        lambda: training._reference("mlp", "sgd", torch.float64, 5, world, (1.0,) * world, (4,) * world),
+        lambda: reference_run("mlp", "sgd", torch.float64, 5, world, (1.0,) * world, (4,) * world),
     )
     net = small_models.make("mlp", seed=rank)
     trainer = small_models.make_optimizer("sgd", net.parameters())
@@ -108,7 +109,7 @@ def accumulated(parts: int, scale: float) -> float:
                 for parameter in net.parameters():
                     parameter.grad.div_(scale)
             trainer.step()
-        return float((training._parameters(net) - expected).abs().max())
+        return float((flat_parameters(net) - expected).abs().max())
 
 
 def recomputed(module: str) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def recomputed(module: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = training._shared(
         ("recomputed", world),
-        lambda: training._reference("transformer", "sgd", torch.float64, 3, world, (1.0,) * world, (4,) * world),
+        lambda: reference_run("transformer", "sgd", torch.float64, 3, world, (1.0,) * world, (4,) * world),
     )
     net = small_models.make("transformer", seed=rank)
     counts = []
@@ -130,4 +131,4 @@ def recomputed(module: str) -> dict[str, Any]:
             trainer.zero_grad()
             net(*small_models.batch("transformer", step, rank)).backward()
             trainer.step()
-        return {"runs": len(counts), "error": float((training._parameters(net) - expected).abs().max())}
+        return {"runs": len(counts), "error": float((flat_parameters(net) - expected).abs().max())}

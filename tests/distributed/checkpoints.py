@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import training
+from reference import flat_parameters
 
 
 def _steps(net: Any, trainer: Any, first: int, last: int) -> list[float]:
@@ -42,7 +43,7 @@ def resumed(builder: str, kind: str, through: str, directory: str) -> dict[str, 
             torch.save(states, path / "plain.pt")
         dist.barrier()
         unbroken = _steps(net, trainer, 3, 6)
-        expected = training._parameters(net)
+        expected = flat_parameters(net)
     net, trainer = _fresh(kind, 7 + rank)
     with training._distributed(net, trainer, builder, example):
         if through == "dcp":
@@ -55,7 +56,7 @@ def resumed(builder: str, kind: str, through: str, directory: str) -> dict[str, 
         net.load_state_dict(states["model"])
         trainer.load_state_dict(states["optimizer"])
         losses = _steps(net, trainer, 3, 6)
-        difference = float((training._parameters(net) - expected).abs().max())
+        difference = float((flat_parameters(net) - expected).abs().max())
     return {"difference": difference, "losses": losses == unbroken}
 
 
@@ -69,7 +70,7 @@ def single_process_round_trip(builder: str, kind: str) -> float:
         # State dicts refer to live tensors, which the next steps change.
         states = copy.deepcopy({"model": net.state_dict(), "optimizer": trainer.state_dict()})
         _steps(net, trainer, 2, 6)
-        expected = training._parameters(net)
+        expected = flat_parameters(net)
     alone, optimizer = _fresh(kind, 3)
     alone.load_state_dict(states["model"])
     optimizer.load_state_dict(states["optimizer"])
@@ -83,4 +84,4 @@ def single_process_round_trip(builder: str, kind: str) -> float:
         net.load_state_dict(alone.state_dict())
         trainer.load_state_dict(optimizer.state_dict())
         _steps(net, trainer, 4, 6)
-        return float((training._parameters(net) - expected).abs().max())
+        return float((flat_parameters(net) - expected).abs().max())

@@ -6,17 +6,18 @@ from typing import Any
 import small_models
 import torch
 import torch.distributed as dist
-from features import _adamw, _batches, _compare, _distributed, _everybodys_loss, _mlp, _own_loss, _parameters, _sgd
+from features import _adamw, _batches, _compare, _distributed, _everybodys_loss, _mlp, _own_loss, _sgd
+from reference import flat_parameters, graph_of, make_strategy
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from training import _cluster, _graph, _strategy
+from training import _cluster
 
 from offbeat.strategy import Strategy
 
 
 def _built(builder: str, options: dict[str, Any], mode: str = "auto") -> Strategy:
-    graph = _graph("mlp", torch.float64, "sgd")
-    return _strategy({"builder": builder, "options": options}, graph, _cluster(None), mode)
+    graph = graph_of("mlp", torch.float64, "sgd")
+    return make_strategy({"builder": builder, "options": options}, graph, _cluster(None), mode)
 
 
 def clip(builder: str, options: dict[str, Any], imported: str, optimizer: str, mode: str) -> dict[str, Any]:
@@ -146,5 +147,5 @@ def local_gradients() -> dict[str, Any]:
                 pairs = zip(reference.parameters(), model.parameters(), strict=True)
                 errors.append(max((a.grad - b.grad).abs().max().item() for a, b in pairs))
             optimizer.step()
-        _parameters(model)
-        return {"error": max(errors), "mode": model.offbeat_mode}
+        flat_parameters(model)
+        return {"error": max(errors), "mode": model.offbeat.mode}

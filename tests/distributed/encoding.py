@@ -6,8 +6,9 @@ from typing import Any
 import small_models
 import torch
 import torch.distributed as dist
+from reference import flat_parameters, graph_of, make_strategy
 from torch import nn
-from training import _cluster, _distributed, _graph, _parameters, _quick_setup, _strategy
+from training import _cluster, _distributed, _quick_setup
 
 from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig
 
@@ -50,10 +51,10 @@ def lossy(
                 optimizer.zero_grad()
                 model(*batch).backward()
                 optimizer.step()
-            mode, tasks = model.offbeat_mode, len(model._offbeat.plan.communication)
-            ends.append(_parameters(model).clone())
+            mode, tasks = model.offbeat.mode, len(model._offbeat.plan.communication)
+            ends.append(flat_parameters(model).clone())
         digests.append(hashlib.sha256(ends[-1].numpy().tobytes()).hexdigest())
-    start = _parameters(small_models.make("mlp"))
+    start = flat_parameters(small_models.make("mlp"))
     return {
         "digests": digests[:2],
         "mode": mode,
@@ -68,9 +69,9 @@ def residuals(encoder: dict[str, Any], steps: int) -> dict[str, Any]:
 
     Summed over the ranks: sent + residual = gradient + previous residual, for every message.
     """
-    graph = _graph("mlp", torch.float64, "sgd")
+    graph = graph_of("mlp", torch.float64, "sgd")
     options = {"chunk": 3, "encoder": {**encoder, "error_feedback": True}}
-    chosen = _strategy({"builder": "all_reduce", "options": options}, graph, _cluster(None), "barrier")
+    chosen = make_strategy({"builder": "all_reduce", "options": options}, graph, _cluster(None), "barrier")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = small_models.make("mlp", seed=rank)
     optimizer = small_models.make_optimizer("sgd", model.parameters())
@@ -84,14 +85,14 @@ def residuals(encoder: dict[str, Any], steps: int) -> dict[str, Any]:
             alone.load_state_dict(model.state_dict())
             alone(*small_models.batch("mlp", step, rank)).backward()
             own = dict(alone.named_parameters())
-            before = [parcel.encoder.residual.clone() for parcel in engine.parcels]
+            before = [each.encoder.residual.clone() for each in engine.synchronisers]
             optimizer.zero_grad()
             model(*small_models.batch("mlp", step, rank)).backward()
-            for parcel, earlier in zip(engine.parcels, before, strict=True):
-                names = [piece.variable for piece in parcel.message.pieces]
+            for each, earlier in zip(engine.synchronisers, before, strict=True):
+                names = [piece.variable for piece in each.message.pieces]
                 gradient = torch.cat([own[name].grad.reshape(-1) for name in names]) / world
                 applied = torch.cat([engine.parameters[name].grad.reshape(-1) for name in names])
-                put_in, residual = gradient + earlier, parcel.encoder.residual.clone()
+                put_in, residual = gradient + earlier, each.encoder.residual.clone()
                 dist.all_reduce(put_in)
                 dist.all_reduce(residual)
                 worst = max(worst, (applied + residual - put_in).abs().max().item())

@@ -13,11 +13,12 @@ import small_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reference import flat_parameters, graph_of, make_strategy
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from training import _cluster, _distributed, _graph, _parameters, _strategy
+from training import _cluster, _distributed
 
-from offbeat.runtime.portions import Portions
+from offbeat.runtime.engine.portions import Portions
 
 Make = Callable[[], nn.Module]
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]
@@ -80,8 +81,8 @@ def _compare(
     with _distributed(model, optimizer, strategy, example):
         for number in range(steps):
             step(model, optimizer, own_loss, number)
-        error = (_parameters(model) - _parameters(reference)).abs().max().item()
-        return {"error": error, "mode": model.offbeat_mode}
+        error = (flat_parameters(model) - flat_parameters(reference)).abs().max().item()
+        return {"error": error, "mode": model.offbeat.mode}
 
 
 def names(strategy: str) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def names(strategy: str) -> dict[str, Any]:
         _plain(model, optimizer, _own_loss, 0)
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         plain.load_state_dict(saved)
-        same = bool((_parameters(plain) == _parameters(model)).all())
+        same = bool((flat_parameters(plain) == flat_parameters(model)).all())
         return {
             "names": list(saved) == list(_mlp().state_dict()),
             "same": same,
@@ -103,8 +104,8 @@ def names(strategy: str) -> dict[str, Any]:
 
 def in_portions(optimizer: str, builder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Also how many elements were updated at a time, where messages are applied slice by slice."""
-    chosen = _strategy(
-        {"builder": builder, "options": options}, _graph("mlp", torch.float64, optimizer), _cluster(None), None
+    chosen = make_strategy(
+        {"builder": builder, "options": options}, graph_of("mlp", torch.float64, optimizer), _cluster(None), None
     )
     optimize = _sgd if optimizer == "sgd" else _adamw
     reached: list[int] = []
@@ -343,7 +344,7 @@ def readers(strategy: str) -> dict[str, Any]:
     model = _mlp()
     optimizer = _sgd(model)
     probe = _batches(99)[0]
-    smooth, expected = torch.zeros_like(_parameters(model)), torch.zeros_like(_parameters(model))
+    smooth, expected = torch.zeros_like(flat_parameters(model)), torch.zeros_like(flat_parameters(model))
     with _distributed(model, optimizer, strategy):
         for number in range(5):
             _plain(reference, trainer, _everybodys_loss, number)
@@ -358,21 +359,19 @@ def readers(strategy: str) -> dict[str, Any]:
                     found[look].append(abs((model(*probe) - reference(*probe)).item()))
                 model.train()
             else:
-                smooth.mul_(0.9).add_(_parameters(model), alpha=0.1)
-                expected.mul_(0.9).add_(_parameters(reference), alpha=0.1)
+                smooth.mul_(0.9).add_(flat_parameters(model), alpha=0.1)
+                expected.mul_(0.9).add_(flat_parameters(reference), alpha=0.1)
                 found[look].append((smooth - expected).abs().max().item())
-        error = (_parameters(model) - _parameters(reference)).abs().max().item()
-        return {"error": max(error, *(max(each) for each in found.values())), "mode": model.offbeat_mode}
+        error = (flat_parameters(model) - flat_parameters(reference)).abs().max().item()
+        return {"error": max(error, *(max(each) for each in found.values())), "mode": model.offbeat.mode}
 
 
 def one_rank_saves(strategy: dict[str, Any] | str, encoder: dict[str, Any] | None = None) -> dict[str, Any]:
     """Only rank 0 saves and evaluates after each step, as training scripts do; nobody may wait for it in vain."""
-    from training import _cluster, _graph, _strategy
-
     options = {"chunk": 1, **({"encoder": encoder} if encoder else {})}
-    chosen = _strategy(
+    chosen = make_strategy(
         {"builder": strategy, "options": options if strategy == "all_reduce" else {}},
-        _graph("mlp", torch.float64, "sgd"),
+        graph_of("mlp", torch.float64, "sgd"),
         _cluster(None),
         "auto",
     )
@@ -385,8 +384,8 @@ def one_rank_saves(strategy: dict[str, Any] | str, encoder: dict[str, Any] | Non
                 model.state_dict()
                 with torch.no_grad():
                     _own_loss(model, 50)
-        mode = model.offbeat_mode
-        mine = _parameters(model)
+        mode = model.offbeat.mode
+        mine = flat_parameters(model)
         theirs = mine.clone()
         dist.broadcast(theirs, src=0)
         return {"error": (mine - theirs).abs().max().item(), "mode": mode}
@@ -400,16 +399,16 @@ def deep_copy() -> dict[str, Any]:
         for number in range(3):
             _plain(model, optimizer, _own_loss, number)
         duplicate = copy.deepcopy(model)
-        equal = bool((_parameters(duplicate) == _parameters(model)).all())
-        before = _parameters(duplicate).clone()
+        equal = bool((flat_parameters(duplicate) == flat_parameters(model)).all())
+        before = flat_parameters(duplicate).clone()
         _plain(model, optimizer, _own_loss, 3)
-        kept = bool((_parameters(duplicate) == before).all())
+        kept = bool((flat_parameters(duplicate) == before).all())
         loss = duplicate(*_batches(0)[0])
         loss.backward()
         trained = all(parameter.grad is not None for parameter in duplicate.parameters())
         averaged = torch.optim.swa_utils.AveragedModel(model)
         averaged.update_parameters(model)
-        return {"equal": equal, "kept": kept, "trained": trained, "mode": model.offbeat_mode}
+        return {"equal": equal, "kept": kept, "trained": trained, "mode": model.offbeat.mode}
 
 
 def lbfgs() -> dict[str, Any]:
@@ -481,8 +480,8 @@ def compiled(when: str) -> dict[str, Any]:
         called = torch.compile(given, backend="eager") if when == "after" else given
         for number in range(4):
             _plain(called, optimizer, _own_loss, number)
-        error = (_parameters(model) - _parameters(reference)).abs().max().item()
-        return {"error": error, "mode": given.offbeat_mode}
+        error = (flat_parameters(model) - flat_parameters(reference)).abs().max().item()
+        return {"error": error, "mode": given.offbeat.mode}
 
 
 def buffers() -> dict[str, Any]:

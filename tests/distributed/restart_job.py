@@ -10,9 +10,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import small_models
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
+import small_models
 
 import offbeat
 

@@ -24,8 +24,8 @@ import offbeat
 from offbeat.runtime.sharded import grid
 from offbeat.runtime.sharded import runtime as sharded_runtime
 from offbeat.runtime.sharded.planning import is_getitem, make_call, tensor_nodes
-from offbeat.runtime.sharded.rules import axes_of
 from offbeat.runtime.sharded.trace import Program, trace_forward
+from offbeat.sharding.rules import axes_of
 from offbeat.strategy import OperatorConfig, Strategy
 
 BATCH = 6

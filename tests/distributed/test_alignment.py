@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+from skewed_clocks import skewed_copy
 
-from offbeat.profile.traces import align, read_traces, skewed_copy
+from offbeat.profile.traces import align, read_traces
 
 JOB = """
 import sys, torch, torch.distributed as dist
@@ -69,4 +69,3 @@ def test_skew_and_drift_of_a_real_trace_are_recovered(tmp_path: Path) -> None:
         for found, there in zip(aligned, true, strict=True)
     }
     assert max(errors.values()) < 200e-6, json.dumps(errors)
-    assert np.isfinite(alignment.residual_seconds)

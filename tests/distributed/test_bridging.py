@@ -1,10 +1,13 @@
 """Staleness is bounded, asynchronous servers keep nobody waiting, and memory strategies change no number."""
 
 import pytest
+from cases import mostly_slow
 from harness import Pools
 
+STALE = (("all_reduce", 1), ("all_reduce", 3), ("parameter_server", 2))
 
-@pytest.mark.parametrize(("synchronizer", "staleness"), [("all_reduce", 1), ("all_reduce", 3), ("parameter_server", 2)])
+
+@pytest.mark.parametrize(("synchronizer", "staleness"), mostly_slow(STALE, STALE[1:2]))
 def test_no_replica_is_more_than_k_steps_ahead(pools: Pools, synchronizer: str, staleness: int):
     steps = 200
     ranks = pools(4).call(
@@ -24,6 +27,7 @@ def test_no_replica_is_more_than_k_steps_ahead(pools: Pools, synchronizer: str, 
     assert sum(ranks[0]["losses"][-8:]) < 0.8 * sum(ranks[0]["losses"][:8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronizer", ["all_reduce", "parameter_server"])
 def test_staleness_zero_is_synchronous_bit_for_bit(pools: Pools, synchronizer: str):
     answers = pools(2).call("without_staleness", synchronizer=synchronizer)

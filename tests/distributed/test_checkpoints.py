@@ -3,25 +3,26 @@
 from pathlib import Path
 
 import pytest
+from cases import mostly_slow
 from harness import Pools
 
 BUILDERS = ["overlap", "ps_load_balanced", "partitioned_ps", "uneven_partitioned_ps", "sharded", "parallax"]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("builder", mostly_slow(BUILDERS, ["partitioned_ps", "sharded"]))
 def test_a_restored_run_repeats_the_unbroken_one(pools: Pools, tmp_path: Path, builder: str, kind: str):
     for answer in pools(2).call("resumed", builder=builder, kind=kind, through="file", directory=str(tmp_path)):
         assert answer == {"difference": 0.0, "losses": True}
 
 
-@pytest.mark.parametrize("builder", ["overlap", "partitioned_ps", "sharded"])
+@pytest.mark.parametrize("builder", mostly_slow(["overlap", "partitioned_ps", "sharded"], ["sharded"]))
 def test_distributed_checkpoints_work_too(pools: Pools, tmp_path: Path, builder: str):
     for answer in pools(2).call("resumed", builder=builder, kind="adamw", through="dcp", directory=str(tmp_path)):
         assert answer == {"difference": 0.0, "losses": True}
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("builder", mostly_slow(BUILDERS, ["uneven_partitioned_ps"]))
 def test_a_single_process_can_take_over_and_hand_back(pools: Pools, builder: str, kind: str):
     assert max(pools(2).call("single_process_round_trip", builder=builder, kind=kind)) < 1e-10

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from cases import mostly_slow
 from harness import Pools
 
 EXACT = 1e-10
@@ -18,6 +19,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 """One builder for each way an update is applied."""
 NAMES = ("overlap", "partitioned_all_reduce", "ps", "sharded")
 """Builders used by name where no sizes matter."""
+by_class = pytest.mark.parametrize("kind", mostly_slow(CLASSES, ["all_reduce", "partitioned_server"]))
+by_strategy = pytest.mark.parametrize("strategy", mostly_slow(NAMES, ["overlap", "ps"]))
 
 
 def check(answers: list[dict[str, Any]], mode: str = "deferred") -> None:
@@ -25,7 +28,7 @@ def check(answers: list[dict[str, Any]], mode: str = "deferred") -> None:
     assert max(answer["error"] for answer in answers) <= EXACT
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_state_dict_has_the_single_device_names(pools: Pools, strategy: str) -> None:
     for answer in pools(2).call("names", strategy=strategy):
         assert answer == {"names": True, "same": True, "type": True}
@@ -39,7 +42,7 @@ def test_slices_are_applied_as_they_arrive(pools: Pools, optimizer: str) -> None
     assert all(len(answer["reached"]) > 6 and len(set(answer["reached"])) > 1 for answer in answers)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_no_sync_accumulates(pools: Pools, strategy: str) -> None:
     check(pools(2).call("no_sync", strategy=strategy))
 
@@ -50,7 +53,7 @@ def test_no_sync_keeps_gradients_local(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("forwards_first", [False, True])
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_two_backward_passes_before_a_step(pools: Pools, strategy: str, forwards_first: bool) -> None:
     answers = pools(2).call("two_backwards", strategy=strategy, forwards_first=forwards_first)
     assert max(answer["error"] for answer in answers) <= EXACT
@@ -58,7 +61,7 @@ def test_two_backward_passes_before_a_step(pools: Pools, strategy: str, forwards
 
 @pytest.mark.parametrize("mode", ["auto", "barrier"])
 @pytest.mark.parametrize(("imported", "optimizer"), [("function", "sgd"), ("module", "adamw")])
-@pytest.mark.parametrize("kind", CLASSES)
+@by_class
 def test_clipping_by_global_norm(pools: Pools, kind: str, imported: str, optimizer: str, mode: str) -> None:
     builder, options = CLASSES[kind]
     answers = pools(2).call("clip", builder=builder, options=options, imported=imported, optimizer=optimizer, mode=mode)
@@ -66,25 +69,25 @@ def test_clipping_by_global_norm(pools: Pools, kind: str, imported: str, optimiz
     assert max(answer["norm_error"] for answer in answers) <= EXACT
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@by_class
 def test_clipping_with_a_late_rank(pools: Pools, kind: str) -> None:
     builder, options = CLASSES[kind]
     check(pools(4).call("slow_peer_clip", builder=builder, options=options), "barrier")
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@by_class
 def test_clipping_that_starts_later_ends_deferral(pools: Pools, kind: str) -> None:
     builder, options = CLASSES[kind]
     check(pools(2).call("clip_later", builder=builder, options=options), "barrier")
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@by_class
 def test_gradients_that_the_loop_replaces(pools: Pools, kind: str) -> None:
     builder, options = CLASSES[kind]
     check(pools(2).call("replaced_gradients", builder=builder, options=options), "barrier")
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@by_class
 def test_grad_scaler_skips_an_overflow_everywhere(pools: Pools, kind: str) -> None:
     builder, options = CLASSES[kind]
     answers = pools(2).call("scaler", builder=builder, options=options)
@@ -98,8 +101,8 @@ def test_gradients_read_as_the_average(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("world", [2, 4])
+@by_strategy
+@pytest.mark.parametrize("world", mostly_slow([2, 4], [2]))
 def test_unused_parameters(pools: Pools, world: int, strategy: str, optimizer: str) -> None:
     check(pools(world).call("unused", strategy=strategy, kind=optimizer))
 
@@ -114,42 +117,42 @@ def test_parameter_that_the_captured_step_did_not_use(pools: Pools) -> None:
             assert answer["result"]["error"] <= EXACT
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_frozen_parameters(pools: Pools, strategy: str) -> None:
     check(pools(2).call("frozen", strategy=strategy))
 
 
 @pytest.mark.parametrize("each_step", [True, False])
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_parameter_groups_and_schedulers(pools: Pools, strategy: str, each_step: bool) -> None:
     check(pools(2).call("groups_and_schedule", strategy=strategy, each_step=each_step))
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_schedulers_that_are_older_than_the_job(pools: Pools, strategy: str) -> None:
     check(pools(2).call("groups_and_schedule", strategy=strategy, each_step=True, before=True))
 
 
 @pytest.mark.parametrize("how", ["optimizer", "zeros", "model", "model_zeros", "by_hand"])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
-@pytest.mark.parametrize("strategy", ["overlap", "ps", "sharded"])
+@pytest.mark.parametrize("strategy", mostly_slow(["overlap", "ps", "sharded"], ["overlap"]))
 def test_every_way_to_forget_gradients(pools: Pools, strategy: str, where: str, how: str) -> None:
     answers = pools(2).call("zeroing", order=f"{where}:{how}", strategy=strategy)
     assert max(answer["error"] for answer in answers) <= EXACT
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_gradients_that_are_never_forgotten(pools: Pools, strategy: str) -> None:
     answers = pools(2).call("never_zeroed", strategy=strategy)
     assert max(answer["error"] for answer in answers) <= EXACT
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_batches_that_the_loop_skips(pools: Pools, strategy: str) -> None:
     check(pools(2).call("skipped_batches", strategy=strategy))
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_gradients_cleared_through_old_references(pools: Pools, strategy: str) -> None:
     check(pools(2).call("cleared_by_hand", strategy=strategy))
 
@@ -158,7 +161,7 @@ def test_module_without_children(pools: Pools) -> None:
     check(pools(2).call("empty_module"))
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_whoever_looks_after_step_sees_new_parameters(pools: Pools, strategy: str) -> None:
     check(pools(2).call("readers", strategy=strategy))
 
@@ -194,7 +197,7 @@ def test_closure_with_servers_is_refused(pools: Pools) -> None:
         assert "closure" in answer["message"]
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@by_strategy
 def test_tied_weights_and_weights_read_early(pools: Pools, strategy: str) -> None:
     check(pools(2).call("tied", strategy=strategy))
 

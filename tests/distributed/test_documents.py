@@ -11,8 +11,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import typer
+
+from offbeat.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "docs/tutorial.md")
 SECONDS = 150
 
 
@@ -23,9 +27,19 @@ def commands(document: str) -> list[str]:
     return [line.split(" # ")[0].strip() for line in lines if line.strip()]
 
 
-@pytest.mark.timing
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_all_commands_are_understood(document: str) -> None:
+    """What can be told without running them: commands and options that exist, values of the right kind."""
+    main = typer.main.get_command(app)
+    for line in commands(document):
+        if line.startswith("offbeat "):
+            name, *arguments = shlex.split(line)[1:]
+            main.commands[name].make_context(name, arguments)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", [pytest.param("README.md", marks=pytest.mark.slow), "docs/tutorial.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_all_commands_run(document: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     found = commands(document)
@@ -34,6 +48,9 @@ def test_all_commands_run(document: str, tmp_path: Path) -> None:
         if line.startswith("make "):
             # They would set up everything again, or run this very test.
             _run(f"make -n -C {shlex.quote(str(ROOT))} {line.removeprefix('make ')}", tmp_path)
+        elif line.startswith("pip "):
+            # It would take the place of the package under test.
+            _run(f"{sys.executable} -m pip install -q --dry-run --no-deps {shlex.quote(str(ROOT))}", tmp_path)
         elif line.startswith("offbeat view"):
             _look(line, tmp_path)
         elif not line.startswith(". "):

@@ -2,11 +2,12 @@
 
 import pytest
 
-from offbeat.emulate import emulate_command
+from offbeat.cli.emulate import run_shown
+from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError
 
 
 @pytest.mark.timeout(60)
 def test_a_program_that_does_not_exist_is_an_error_and_no_hang():
     with pytest.raises((OffbeatError, OSError)):
-        emulate_command(2, "1Gbit/s", 1, ["/no/such/program"], 30)
+        run_shown(Emulation(2), ["/no/such/program"], 30)

@@ -47,7 +47,9 @@ def test_slices_change_nothing(pools: Pools, encoder: dict[str, Any], synchroniz
     assert cut["digests"] == whole["digests"]
 
 
-@pytest.mark.parametrize("encoder", ENCODERS[:2], ids=_name)
+@pytest.mark.parametrize(
+    "encoder", [ENCODERS[0], pytest.param(ENCODERS[1], marks=pytest.mark.slow)], ids=["fp16", "bf16"]
+)
 def test_sharded_messages_in_16_bits(pools: Pools, encoder: dict[str, Any]) -> None:
     answers = pools(4).call("lossy", synchronizer="sharded", encoder=encoder)
     assert len({digest for answer in answers for digest in answer["digests"]}) == 1
@@ -75,7 +77,11 @@ def test_error_feedback_loses_nothing(pools: Pools, encoder: dict[str, Any]) -> 
         assert answer["kept_back"] > 0
 
 
-@pytest.mark.parametrize(("synchronizer", "encoder"), CASES, ids=_name)
+@pytest.mark.parametrize(
+    ("synchronizer", "encoder"),
+    [case if case[1]["name"] == "topk" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=_name,
+)
 def test_model_trains_to_the_uncompressed_loss(pools: Pools, synchronizer: str, encoder: dict[str, Any]) -> None:
     plain = pools(2).call("final_loss", synchronizer=synchronizer, encoder={"name": "none"}, steps=STEPS)
     answers = pools(2).call("final_loss", synchronizer=synchronizer, encoder=encoder, steps=STEPS)

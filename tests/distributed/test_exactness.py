@@ -1,4 +1,7 @@
-"""Every strategy without a lossy encoder computes what one process would that averages the replicas' gradients."""
+"""On real processes and gloo: every strategy without a lossy encoder computes what one process would.
+
+The same facts are shown in memory by tests/unit/test_engine.py; what runs often here are gloo's own paths.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -6,52 +9,32 @@ from typing import Any
 
 import pytest
 from harness import Pools
+from small_strategies import EXPECTED_MODE, OPTIONS, every_synchronizer, server
 
-from offbeat.strategy import Shard, Slice, Strategy, VariableConfig, builders
-from offbeat.strategy.model import Schedule
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all_reduce": {"chunk": 3},
-    "byteps": {"partition": "1KiB", "servers": "ranks"},
-    "ddp": {"first_bucket": 300, "bucket": 900},
-    "fast_servers": {"threshold": 200, "shard": 1024, "bucket": 600},
-    "hierarchical_ps": {"threshold": 200},
-    "horovod": {"fusion_bytes": 900},
-    "overlap": {"bucket": 600, "slice_bytes": 1024},
-    "parallax": {"chunk": 3, "servers": "ranks"},
-    "partitioned_all_reduce": {"threshold": 300},
-    "partitioned_ps": {"threshold": 200, "servers": "ranks"},
-    "poseidon": {"threshold": 200, "servers": "ranks"},
-    "ps": {"server": 1},
-    "ps_load_balanced": {"servers": "ranks"},
-    "sharded": {"bucket": 900},
-    "uneven_partitioned_ps": {"servers": "ranks"},
-}
-"""Sizes that cut models of a few hundred parameters as the defaults cut real ones."""
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig, builders
 
 MODELS = ("mlp", "cnn", "transformer", "ncf")
 ARITHMETIC = (("sgd", "float64", 1e-10), ("adamw", "float64", 1e-10), ("sgd", "float32", 1e-5))
-EXPECTED_MODE = {"auto": "deferred", "barrier": "barrier"}
+OFTEN = {
+    ("overlap", "transformer"),
+    ("sharded", "cnn"),
+    ("poseidon", "mlp"),
+    ("hierarchical_ps", "mlp"),
+    ("parallax", "ncf"),
+}
+"""A builder for each synchroniser, each with another model where that can be."""
+
+
+def _often(case: Any, run: bool) -> Any:
+    """A case that `make test` runs, or leaves to `make test-slow` because tests/unit/test_engine.py shows the fact."""
+    return pytest.param(*case, marks=() if run else pytest.mark.slow)
 
 
 def _matrix() -> Iterator[Any]:
-    """Every case; those that repeat on four ranks, or in float32, what others show in float64 take their time."""
     for world, builder, model in product((2, 4), builders(), MODELS):
         for (optimizer, dtype, tolerance), mode in product(ARITHMETIC, EXPECTED_MODE):
-            deferred = (dtype, mode) == ("float64", "auto")
-            often = deferred and (world == 2 or (optimizer == "sgd" and model in ("transformer", "ncf")))
-            often = often or (world == 2 and (optimizer, dtype, mode) == ("sgd", "float64", "barrier"))
-            yield pytest.param(
-                world,
-                builder,
-                model,
-                optimizer,
-                dtype,
-                tolerance,
-                mode,
-                marks=() if often else pytest.mark.slow,
-                id=f"{world}-{builder}-{model}-{optimizer}-{dtype}-{mode}",
-            )
+            often = (builder, model) in OFTEN and (optimizer, dtype) == ("sgd", "float64")
+            yield _often((world, builder, model, optimizer, dtype, tolerance, mode), often)
 
 
 @pytest.mark.parametrize(("world", "builder", "model", "optimizer", "dtype", "tolerance", "mode"), list(_matrix()))
@@ -66,7 +49,7 @@ def test_builder_is_exact(
     assert max(answer["error"] for answer in answers) <= tolerance
 
 
-@pytest.mark.parametrize("builder", builders())
+@pytest.mark.parametrize("builder", [_often((builder,), builder in ("ddp", "parallax")) for builder in builders()])
 def test_builder_by_name(pools: Pools, builder: str) -> None:
     for answer in pools(2).call("by_name", builder=builder):
         assert answer["captured"] <= 1e-10
@@ -81,18 +64,30 @@ def test_poseidon_sends_factors(pools: Pools) -> None:
     assert max(answer["error"] for answer in answers) <= 1e-10
 
 
-@pytest.mark.parametrize("mode", EXPECTED_MODE)
-@pytest.mark.parametrize("builder", ["overlap", "ps", "sharded"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "builder", "mode"),
+    [
+        _often(case, case[::2] == (4, "auto") or case == (2, "overlap", "barrier"))
+        for case in product((2, 4), ("overlap", "ps", "sharded"), EXPECTED_MODE)
+    ],
+)
 def test_sync_batch_norm_sees_the_whole_batch(pools: Pools, world: int, builder: str, mode: str) -> None:
     answers = pools(world).call("sync_batch_norm", builder=builder, mode=mode)
     assert [answer["mode"] for answer in answers] == [EXPECTED_MODE[mode]] * world
     assert max(answer["error"] for answer in answers) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("builder", ["overlap", "ps", "partitioned_ps", "sharded", "poseidon", "parallax"])
-@pytest.mark.parametrize("model", ["mlp", "ncf"])
+@pytest.mark.parametrize(
+    ("model", "builder", "optimizer"),
+    [
+        _often(case, case in (("mlp", "sharded", "sgd"), ("ncf", "parallax", "sgd")))
+        for case in product(
+            ("mlp", "ncf"),
+            ("overlap", "ps", "partitioned_ps", "sharded", "poseidon", "parallax"),
+            ("sgd", "adamw"),
+        )
+    ],
+)
 def test_uneven_replicas_get_a_weighted_average(pools: Pools, model: str, builder: str, optimizer: str) -> None:
     """Weights in proportion to the batch sizes give the mean over all samples."""
     sizes = [2, 5, 3, 6]
@@ -103,58 +98,15 @@ def test_uneven_replicas_get_a_weighted_average(pools: Pools, model: str, builde
     assert max(answer["error"] for answer in answers) <= 1e-10
 
 
-def _server(owner: int, **fields: Any) -> Shard:
-    return Shard(synchronizer="parameter_server", placement=(owner,), **fields)
-
-
-def _mixed(world: int) -> Strategy:
-    """Every synchroniser in one model, several of them in one variable, several axes cut."""
-    last = world - 1
-    stations = (0, 3) if world == 4 else ()
-    return Strategy(
-        variables={
-            "scale": VariableConfig(shards=(_server(last),)),
-            "table.weight": VariableConfig(
-                partition=(3, 1),
-                shards=(
-                    Shard(synchronizer="sparse_all_gather"),
-                    Shard(synchronizer="sparse_parameter_server", placement=(last,)),
-                    Shard(synchronizer="sparse_parameter_server", placement=(0,)),
-                ),
-            ),
-            "filter.weight": VariableConfig(
-                partition=(3, 1, 2),
-                shards=(Shard(), _server(1, stations=stations), Shard(synchronizer="sharded")) * 2,
-            ),
-            "filter.bias": VariableConfig(shards=(Shard(group=1),)),
-            "dense.0.weight": VariableConfig(shards=(Shard(synchronizer="factor_broadcast"),)),
-            "dense.0.bias": VariableConfig(partition=(4,), cuts=((1, 2, 7),), shards=(_server(0, group=2),)),
-            "dense.2.weight": VariableConfig(
-                partition=(2, 3),
-                shards=(
-                    Shard(group=1),
-                    _server(0, group=2),
-                    Shard(synchronizer="sharded", group=3),
-                    Shard(reduction_order=tuple(range(last, -1, -1))),
-                    _server(1, stations=stations),
-                    Shard(group=1),
-                ),
-            ),
-            "head.weight": VariableConfig(partition=(1, 3), shards=(Shard(synchronizer="sharded", group=3),)),
-        },
-        schedule=Schedule(policy="priority", in_flight=3),
-    )
-
-
 @pytest.mark.parametrize("mode", EXPECTED_MODE)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_synchronisers_in_one_model(pools: Pools, world: int, optimizer: str, mode: str) -> None:
     answers = pools(world).call(
         "train",
         model="everything",
         optimizer=optimizer,
-        strategy={"json": _mixed(world).to_json()},
+        strategy={"json": every_synchronizer(world).to_json()},
         mode=mode,
         nodes=2,
     )
@@ -163,11 +115,15 @@ def test_all_synchronisers_in_one_model(pools: Pools, world: int, optimizer: str
     assert max(answer["error"] for answer in answers) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("stations", [(0, 2), (1, 3), (2,), (3,)])
-@pytest.mark.parametrize("owner", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("owner", "stations", "optimizer"),
+    [
+        _often(case, case in ((1, (0, 2), "sgd"), (3, (2,), "sgd")))
+        for case in product((0, 1, 3), ((0, 2), (1, 3), (2,), (3,)), ("sgd", "adamw"))
+    ],
+)
 def test_servers_behind_transfer_stations(pools: Pools, owner: int, stations: tuple[int, ...], optimizer: str) -> None:
-    shard = _server(owner, stations=stations)
+    shard = server(owner, stations=stations)
     names = ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.4.weight")
     strategy = Strategy(variables=dict.fromkeys(names, VariableConfig(shards=(shard,))))
     answers = pools(4).call("train", model="mlp", optimizer=optimizer, strategy={"json": strategy.to_json()}, nodes=2)

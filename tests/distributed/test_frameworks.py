@@ -83,7 +83,7 @@ def job_accelerate(folder: Path) -> dict[str, Any]:
         "difference": difference(plain, model),
         "clipped": difference(clipped, model_clipped),
         "moved": difference(make_model(), plain),
-        "modes": [model.offbeat_mode, model_clipped.offbeat_mode],
+        "modes": [model.offbeat.mode, model_clipped.offbeat.mode],
     }
 
 
@@ -139,7 +139,7 @@ def job_huggingface(folder: Path) -> dict[str, Any]:
         "clipped": difference(clipped.model, trainer_clipped.model),
         "checkpoint": difference(loaded, trainer_clipped.model),
         "moved": difference(model, plain.model),
-        "modes": [trainer.model.offbeat_mode, trainer_clipped.model.offbeat_mode],
+        "modes": [trainer.model.offbeat.mode, trainer_clipped.model.offbeat.mode],
         "states": [len(state["state"]), len(list(model.parameters()))],
     }
 
@@ -163,7 +163,9 @@ def job_lightning(folder: Path) -> dict[str, Any]:
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             # Half the steps call the module itself, half its parts.
             output = self(batch[0]) if self.global_step % 2 else self.net(batch[0]) * self.scale
-            self.modes.append(getattr(self.trainer.strategy.model, "offbeat_mode", ""))
+            self.modes.append(
+                self.trainer.strategy.model.offbeat.mode if hasattr(self.trainer.strategy.model, "offbeat") else ""
+            )
             return nn.functional.cross_entropy(output, batch[1])
 
         def validation_step(self, batch: Any, _: int) -> None:
@@ -285,7 +287,7 @@ def job_monitor(folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(features), labels).backward()
             optimizer.step()
-            observed.append(model._offbeat.engine.observer is not None)
+            observed.append(model._offbeat.engine.reports.observer is not None)
     ddp = DistributedDataParallel(make_model())
     with (folder / "ddp.txt").open("a") as stream, offbeat.Monitor(ddp, 10, stream=stream) as other:
         trainer = sgd(ddp)

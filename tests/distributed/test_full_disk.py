@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import mostly_slow
 
 import offbeat
 from offbeat.errors import OffbeatError
@@ -105,7 +106,7 @@ def test_a_trial_store_on_a_full_disk_keeps_what_it_has_and_goes_on_later(disk: 
         assert stored > 0
         assert len(store.trials()) == stored
         ballast.unlink()
-        assert store.add(GRAPH, CLUSTER, trial(stored)) is True
+        assert store.add(GRAPH, CLUSTER, trial(stored)) == 1
     with TrialStore(path) as store:
         assert store._connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert [round(kept.seconds or 0) for kept in store.trials()] == list(range(stored + 1))
@@ -205,7 +206,9 @@ def test_the_wall_clock_is_only_noted_never_measured_with() -> None:
 @pytest.mark.timeout(200)
 def test_eight_writers_of_which_five_are_killed_lose_nothing(tmp_path: Path) -> None:
     path, chance = tmp_path / "t.sqlite", random.Random(3)
-    writers = [start_writer(path, 1000 * index, 1000 * index + (60 if index >= 5 else 1000)) for index in range(8)]
+    # Those that are killed would write for longer than it takes to start the others.
+    first = [10**6 * index for index in range(8)]
+    writers = [start_writer(path, start, start + (60 if index >= 5 else 10**6)) for index, start in enumerate(first)]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"open\n"
@@ -229,6 +232,27 @@ def test_eight_writers_of_which_five_are_killed_lose_nothing(tmp_path: Path) -> 
         )
     assert promised <= found.keys()
     assert len(found.keys() - promised) <= 5, "each killed writer may have stored one trial without saying so"
-    assert {number for number in found if number >= 5000} == {
-        1000 * index + n for index in (5, 6, 7) for n in range(60)
-    }
+    assert {number for number in found if number >= first[5]} == {start + n for start in first[5:] for n in range(60)}
+
+
+SCHEDULE = """
+import numpy
+from offbeat.search.pace import preemptive_schedule
+
+print(preemptive_schedule(numpy.zeros(2), numpy.ones(2), numpy.zeros(2)).makespan)
+"""
+
+
+@pytest.mark.parametrize("where", mostly_slow(["full", "absent", "read-only"], ["read-only"]))
+def test_kernels_are_compiled_where_nothing_can_be_kept(disk: Path, where: str) -> None:
+    fill(disk)
+    kept = {"full": disk / "cache", "absent": Path("/nowhere/at/all"), "read-only": Path("/proc/cache")}[where]
+    done = subprocess.run(
+        [sys.executable, "-c", SCHEDULE],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(kept)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr

@@ -15,7 +15,7 @@ OFFBEAT = {"offbeat_auto", "ddp_list_offbeat"}
 DEEPSPEED = {f"deepspeed_zero_{stage}" for stage in range(4)}
 
 
-@pytest.mark.timing
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_peers_run_side_by_side_and_exact_ones_agree() -> None:
     command = [sys.executable, str(PEERS), "--json", "--quick", "--model", "transformer", "--regime", "balanced"]

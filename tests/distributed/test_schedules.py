@@ -1,9 +1,9 @@
-"""Whatever the strategy and however late a rank is: no deadlock, no wrong value."""
+"""Whatever the strategy and however late a rank is: no deadlock, no wrong value; tests/unit/test_engine.py has more."""
 
 import pytest
 from harness import Pools
 
-SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))]
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 200))]
 RANKS = (2, 4)
 
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from cases import mostly_slow
 from harness import Pool, Pools
 
 
@@ -21,12 +22,12 @@ def check_splits(pool: Pool, model: str, style: str, seeds: range) -> None:
     "seeds", [range(5), pytest.param(range(5, 10), marks=pytest.mark.slow)], ids=["seeds 0-4", "seeds 5-9"]
 )
 @pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_slow([2, 4], [2]))
 def test_splits_along_an_operators_axes_equal_a_single_device(pools: Pools, world: int, model: str, seeds: range):
     check_splits(pools(world), model, "fitting", seeds)
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize("model", mostly_slow(["mlp", "cnn", "transformer"], ["cnn"]))
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_maps_at_all_equal_a_single_device(pools: Pools, world: int, model: str):
     check_splits(pools(world), model, "arbitrary", range(3))
@@ -55,6 +56,7 @@ def test_weights_on_the_meta_device_are_drawn_in_parts(pools: Pools, model: str)
         assert answer["weights"] < 1e-10
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_data_parallelism_trains_in_parts():
     """75 MiB of weights, as much of gradients and twice that of Adam's state, in 200 MiB a rank."""
     pool = Pool(4)

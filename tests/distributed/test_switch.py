@@ -12,7 +12,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("model", "optimizer", "builders"), CHANGES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_switch_changes_nothing_but_the_plan(
     pools: Pools, ranks: int, model: str, optimizer: str, builders: list[str]
 ) -> None:

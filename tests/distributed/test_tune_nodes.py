@@ -12,9 +12,8 @@ import pytest
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.launch import free_port
-from offbeat.search.auto.launch import TASK
 from offbeat.search.auto.nodes import LeadNode, Meeting, follow
-from offbeat.search.auto.trials import TrialOptions, TrialRunner
+from offbeat.search.auto.trials import TASK, TrialOptions, TrialRunner
 from offbeat.strategy import build_strategy
 
 HERE = Path(__file__).parent
@@ -70,9 +69,8 @@ def test_a_node_that_is_missing_or_lost_is_named(port):
         LeadNode(Meeting(2, 0, "127.0.0.1", port, 0.3), 1)
     with pytest.raises(OffbeatError, match="node 1: node 0 cannot be reached"):
         follow(Meeting(2, 1, "127.0.0.1", free_port("127.0.0.1"), 1), 1)
-    for nodes, rank, words in ((1, 0, "nnodes: 1"), (2, 2, "node_rank: 2 is not from 0 to 1")):
-        with pytest.raises(OffbeatError, match=words):
-            Meeting(nodes, rank, "127.0.0.1")
+    with pytest.raises(OffbeatError, match="node_rank: 2 is not from 0 to 1"):
+        Meeting(2, 2, "127.0.0.1")
     with pytest.raises(OffbeatError, match="master_port: 0"):
         Meeting(2, 0, "127.0.0.1", 0)
 
@@ -97,6 +95,7 @@ lead.run(["-c", "import time; time.sleep(100)"], timeout=100)
     assert "is gone" in said
 
 
+@pytest.mark.slow
 def test_trials_run_on_two_nodes_and_survive_a_failure_on_the_second(port):
     follower = start_follower(port)
     with LeadNode(Meeting(2, 0, "127.0.0.1", port, 60), 1) as lead:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tuning_targets
@@ -14,10 +15,9 @@ import tuning_targets
 import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
-from offbeat.search.auto.launch import LocalRanks
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.store import TrialStore
-from offbeat.search.auto.trials import TrialOptions, TrialRunner
+from offbeat.search.auto.trials import LocalRanks, TrialOptions, TrialRunner
 from offbeat.search.auto.tune import Options, tune
 from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
 
@@ -45,7 +45,10 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def runner(fault: str = "", options: TrialOptions = SHORT) -> TrialRunner:
-    return TrialRunner(LocalRanks(2), "tuning_targets:build", (fault,), options)
+    """Its machines count the jobs that they run."""
+    ranks = LocalRanks(2)
+    ranks.run = Mock(wraps=ranks.run)
+    return TrialRunner(ranks, "tuning_targets:build", (fault,), options)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def test_trials_share_processes_and_stop_early(graph):
     here = runner()
     strategies = [*Sampler(graph, CLUSTER, 0).sample(2), build_strategy("ddp", graph, CLUSTER)]
     trials = list(here.run(graph, CLUSTER, strategies))
-    assert here.launches == 1
+    assert here.machines.run.call_count == 1
     assert [trial.strategy for trial in trials] == strategies
     assert [(trial.status, len(trial.steps)) for trial in trials] == [("done", 4)] * 3
     assert all(0 < trial.seconds < 10 for trial in trials)
@@ -95,7 +98,7 @@ def test_a_refused_strategy_does_not_cost_the_next(graph):
     assert refused.status == "refused"
     assert "rank 7 is outside the cluster" in refused.error
     assert done.status == "done"
-    assert here.launches == 1
+    assert here.machines.run.call_count == 1
 
 
 @pytest.mark.slow
@@ -135,7 +138,7 @@ def test_ranks_end_with_the_search_that_started_them(tmp_path: Path):
     code = f"""
 import sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from offbeat.search.auto.launch import LocalRanks
+from offbeat.search.auto.trials import LocalRanks
 from offbeat.search.auto.trials import TrialOptions, TrialRunner
 TrialRunner(LocalRanks(1), "tuning_targets:wait", ({str(tmp_path / "pid")!r},), TrialOptions(1, 1)).discover()
 """

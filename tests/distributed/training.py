@@ -5,61 +5,36 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import small_models
 import torch
 import torch.distributed as dist
 from random_strategies import random_strategy
+from reference import flat_parameters, graph_of, make_strategy, reference_run
 from torch import nn
 
 import offbeat
 from offbeat import api
 from offbeat.cluster import ClusterSpec
-from offbeat.graph import ModelGraph, capture
-from offbeat.runtime import retime
+from offbeat.graph import capture
+from offbeat.runtime import distribute
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Encoder, Strategy, build_strategy
+from offbeat.strategy import Strategy
 
 TIMEOUT = timedelta(seconds=30)
-
-
-@cache
-def _graph(model: str, dtype: torch.dtype, optimizer: str) -> ModelGraph:
-    """Captured once for all strategies: it takes longer than five steps."""
-    fresh = small_models.make(model, dtype)
-    return capture(fresh, small_models.batch(model, 0, 0, dtype), optimizer=_optimizer_name(optimizer))
-
-
-def _optimizer_name(kind: str) -> str:
-    return type(small_models.make_optimizer(kind, [nn.Parameter(torch.zeros(1))])).__name__
 
 
 @contextmanager
 def _quick_setup(model: str, dtype: torch.dtype, optimizer: str) -> Generator[None, None, None]:
     """Leaves out what takes longest in a run of five steps: capturing the model, and timing the links."""
-    api.capture = lambda *_, **__: _graph(model, dtype, optimizer)
-    retime.fit_link = lambda *_: (1e-4, 1e-9)
+    api.capture = lambda *_, **__: graph_of(model, dtype, optimizer)
+    distribute.fit_link = lambda *_: (1e-4, 1e-9)
     try:
         yield
     finally:
         api.capture = capture
-        retime.fit_link = fit_link
-
-
-def _strategy(given: dict[str, Any], graph: ModelGraph, cluster: ClusterSpec, mode: str | None) -> Strategy:
-    """From {"builder": name, "options": …} or {"json": text}."""
-    if "json" in given:
-        strategy = Strategy.from_json(given["json"])
-    else:
-        options = dict(given.get("options", {}))
-        if isinstance(options.get("encoder"), dict):
-            options["encoder"] = Encoder(**options["encoder"])
-        strategy = build_strategy(given["builder"], graph, cluster, **options)
-    if mode is not None:
-        strategy = strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": mode})})
-    return strategy
+        distribute.fit_link = fit_link
 
 
 def _cluster(nodes: int | None) -> ClusterSpec:
@@ -87,15 +62,12 @@ def _distributed(
         engine.channels.close()
         raise
     engine.detach()
+    engine.channels.close()
 
 
 def _flat(model: nn.Module) -> torch.Tensor:
     """All parameters of the state dict, tied ones as often as they are named."""
     return torch.cat([value.detach().reshape(-1).double() for value in model.state_dict().values()])
-
-
-def _parameters(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
 
 
 _references: dict[Any, torch.Tensor] = {}
@@ -112,22 +84,6 @@ def _shared(key: Any, compute: Any) -> torch.Tensor:
         dist.broadcast(result, src=0)
         _references[key] = result
     return _references[key]
-
-
-def _reference(
-    name: str, kind: str, dtype: torch.dtype, steps: int, world: int, weights: tuple[float, ...], sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """Parameters of one process that computes each replica's gradient on its own batch and averages them."""
-    model = small_models.make(name, dtype, sparse=kind != "adamw")
-    optimizer = small_models.make_optimizer(kind, model.parameters())
-    total = sum(weights)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(world):
-            loss = model(*small_models.batch(name, step, rank, dtype, sizes[rank]))
-            (loss * (weights[rank] / total)).backward()
-        optimizer.step()
-    return _parameters(model)
 
 
 def train(
@@ -147,12 +103,12 @@ def train(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     kind = getattr(torch, dtype)
-    graph, cluster = _graph(model, kind, optimizer), _cluster(nodes)
-    chosen = _strategy(strategy, graph, cluster, mode)
+    graph, cluster = graph_of(model, kind, optimizer), _cluster(nodes)
+    chosen = make_strategy(strategy, graph, cluster, mode)
     batch_sizes = tuple(sizes or [4] * world)
     weights = chosen.weights or (1.0,) * world
     key = (model, optimizer, dtype, steps, world, weights, batch_sizes)
-    expected = _shared(key, lambda: _reference(model, optimizer, kind, steps, world, weights, batch_sizes))
+    expected = _shared(key, lambda: reference_run(model, optimizer, kind, steps, world, weights, batch_sizes))
     # Only rank 0 has the reference's weights: distribute() must share them.
     net = small_models.make(model, kind, seed=rank)
     trainer = small_models.make_optimizer(optimizer, net.parameters())
@@ -166,9 +122,9 @@ def train(
             trainer.zero_grad()
             net(*small_models.batch(model, step, rank, kind, batch_sizes[rank])).backward()
             trainer.step()
-        ended = net.offbeat_mode
+        ended = net.offbeat.mode
         kinds = sorted({message.synchronizer for message in engine.plan.messages})
-        error = (_parameters(net) - expected).abs().max().item()
+        error = (flat_parameters(net) - expected).abs().max().item()
         messages, tasks = len(engine.plan.messages), len(engine.plan.communication)
     return {"error": error, "mode": ended, "synchronizers": kinds, "messages": messages, "tasks": tasks}
 
@@ -201,7 +157,7 @@ def by_name(builder: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = _shared(
         ("by_name", world),
-        lambda: _reference("mlp", "sgd", torch.float64, 3, world, (1.0,) * world, (4,) * world),
+        lambda: reference_run("mlp", "sgd", torch.float64, 3, world, (1.0,) * world, (4,) * world),
     )
     errors = {}
     for captured in (True, False):
@@ -213,7 +169,7 @@ def by_name(builder: str) -> dict[str, Any]:
                 trainer.zero_grad()
                 net(*small_models.batch("mlp", step, rank)).backward()
                 trainer.step()
-            errors["captured" if captured else "uncaptured"] = (_parameters(net) - expected).abs().max().item()
+            errors["captured" if captured else "uncaptured"] = (flat_parameters(net) - expected).abs().max().item()
     return errors
 
 
@@ -241,14 +197,14 @@ def sync_batch_norm(builder: str, mode: str) -> dict[str, Any]:
     trainer = small_models.make_optimizer("sgd", net.parameters())
     cluster = _cluster(None)
     example = small_models.batch("cnn", 0, rank)
-    graph = _graph("cnn", torch.float64, "sgd")
-    chosen = _strategy({"builder": builder}, graph, cluster, mode)
+    graph = graph_of("cnn", torch.float64, "sgd")
+    chosen = make_strategy({"builder": builder}, graph, cluster, mode)
     with _quick_setup("cnn", torch.float64, "sgd"), _distributed(net, trainer, chosen, example, cluster):
         for step in range(5):
             trainer.zero_grad()
             net(*small_models.batch("cnn", step, rank)).backward()
             trainer.step()
-        return {"error": (_flat(net) - expected).abs().max().item(), "mode": net.offbeat_mode}
+        return {"error": (_flat(net) - expected).abs().max().item(), "mode": net.offbeat.mode}
 
 
 class SyncedBatchNorm(nn.BatchNorm2d):
@@ -298,8 +254,8 @@ def _replace_batch_norm(model: nn.Module) -> None:
 def weighted(model: str, optimizer: str, builder: str, options: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
     """A builder's strategy with each replica's share in the average set to its batch size."""
     cluster = _cluster(None)
-    strategy = _strategy(
-        {"builder": builder, "options": options}, _graph(model, torch.float64, optimizer), cluster, "auto"
+    strategy = make_strategy(
+        {"builder": builder, "options": options}, graph_of(model, torch.float64, optimizer), cluster, "auto"
     )
     strategy = strategy.model_copy(update={"weights": tuple(float(size) for size in sizes)})
     return train(model, optimizer, {"json": strategy.to_json()}, sizes=sizes)
@@ -308,5 +264,5 @@ def weighted(model: str, optimizer: str, builder: str, options: dict[str, Any], 
 def train_random(seed: int) -> dict[str, Any]:
     """The strategy that `seed` makes, on ranks of two nodes that take naps."""
     optimizer = ("sgd", "adamw")[seed // 2 % 2]
-    strategy = random_strategy(seed, _graph("everything", torch.float64, optimizer), _cluster(2))
+    strategy = random_strategy(seed, graph_of("everything", torch.float64, optimizer), _cluster(2))
     return train("everything", optimizer, {"json": strategy.to_json()}, nodes=2, steps=3, delays=seed)

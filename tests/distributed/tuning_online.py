@@ -1,50 +1,134 @@
 """strategy="auto" on a job under way → what it decided, and how far training ends up from its reference."""
 
+import os
+import signal
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import small_models
 import torch
 import torch.distributed as dist
-from training import TIMEOUT, _parameters, _reference, _shared
+from reference import flat_parameters, reference_run
+from training import TIMEOUT, _shared
 
 import offbeat
-from offbeat import online
-from offbeat.search.candidates import Candidate
+from offbeat.online import searcher, tuner
+from offbeat.plan import lower
+from offbeat.search.passes import Candidate
 from offbeat.strategy import build_strategy
 
-STEPS = 32
+STEPS = 72
 
 
-def tune_online(builder: str, slower: bool) -> dict[str, Any]:
-    """Trains with "auto" while the search always favours one builder, whose steps are made slow if asked."""
+def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = True) -> dict[str, Any]:
+    """Trains with "auto" while the search always favours one builder, whose steps are made slow if asked.
+
+    Each step accumulates the gradients of so many passes over its batch, and synchronises in the last one or in all.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     equal, sizes = (1.0,) * world, (4,) * world
     key = ("mlp", "sgd", "float64", STEPS, world, equal, sizes)
-    expected = _shared(key, lambda: _reference("mlp", "sgd", torch.float64, STEPS, world, equal, sizes))
+    expected = _shared(key, lambda: reference_run("mlp", "sgd", torch.float64, STEPS, world, equal, sizes))
 
     def favour(graph: Any, cluster: Any, costs: Any, present: Any, barrier: bool) -> list[Candidate]:
+        seen.append(graph.passes)
         chosen = build_strategy(builder, graph, cluster)
-        return [Candidate(builder, chosen, 1e-3), Candidate("present", present, 2e-3)]
+        found = ((builder, chosen, 1e-3), ("present", present, 2e-3))
+        return [Candidate(name, strategy, each, lower(graph, cluster, strategy)) for name, strategy, each in found]
+
+    class Favour:
+        """A search in this process that answers at once."""
+
+        def ask(self, request: dict[str, Any]) -> None:
+            with mock.patch("offbeat.search.optimize.candidates", favour):
+                self.found = searcher.search(request)
+
+        def answer(self) -> dict[str, Any]:
+            return self.found
+
+        def close(self) -> None:
+            """There is no process to end."""
 
     net = small_models.make("mlp", torch.float64, seed=rank)
     trainer = small_models.make_optimizer("sgd", net.parameters())
-    original, online.candidates = online.candidates, favour
-    names = []
+    original, tuner.start_search = tuner.start_search, Favour
+    names: list[str] = []
+    seen: list[int] = []
     try:
         offbeat.distribute(net, trainer, timeout=TIMEOUT)
         runtime = net._offbeat
         for step in range(STEPS):
             trainer.zero_grad()
-            net(*small_models.batch("mlp", step, rank, torch.float64)).backward()
+            for turn in range(passes):
+                local = no_sync and turn < passes - 1
+                with net.no_sync() if local else nullcontext():
+                    (net(*small_models.batch("mlp", step, rank, torch.float64)) / passes).backward()
             name = runtime.plan.strategy.name
             # What the job starts with takes 50 ms a step, what it is offered 2 or 100.
             time.sleep(0.05 if name != builder else 0.1 if slower else 0.002)
             trainer.step()
             names.append(name)
-        error = (_parameters(net) - expected).abs().max().item()
+        error = (flat_parameters(net) - expected).abs().max().item()
+        predicted = net.offbeat.timeline().iteration_time if rank == 0 else None
         runtime.engine.detach()
+        runtime.engine.channels.close()
         runtime.gate.detach()
     finally:
-        online.candidates = original
-    return {"error": error, "names": names}
+        tuner.start_search = original
+    return {"error": error, "names": names, "passes": seen, "predicted": predicted}
+
+
+def step_times(cache: str, most_steps: int) -> dict[str, Any]:
+    """Seconds of each step of a job with "auto" until it has settled; compiled code is kept in `cache`."""
+    net = small_models.make("mlp", torch.float64)
+    trainer = small_models.make_optimizer("sgd", net.parameters())
+    seconds: list[float] = []
+    with mock.patch.dict(os.environ, NUMBA_CACHE_DIR=cache):
+        offbeat.distribute(net, trainer, timeout=TIMEOUT, quiet=True)
+        while len(seconds) < most_steps and not net.offbeat.settled:
+            begin = time.perf_counter()
+            trainer.zero_grad()
+            net(*small_models.batch("mlp", len(seconds), dist.get_rank(), torch.float64)).backward()
+            time.sleep(0.05)
+            trainer.step()
+            seconds.append(time.perf_counter() - begin)
+        said = [decision.what for decision in net.offbeat.history]
+        net._offbeat.release()
+    return {"seconds": seconds, "said": said}
+
+
+def lose_the_search(how: str) -> dict[str, Any]:
+    """Trains with "auto" while the searching process is killed or stopped."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    equal, sizes = (1.0,) * world, (4,) * world
+    key = ("mlp", "sgd", "float64", STEPS, world, equal, sizes)
+    expected = _shared(key, lambda: reference_run("mlp", "sgd", torch.float64, STEPS, world, equal, sizes))
+    pids: list[int] = []
+
+    class Lost(searcher.Searcher):
+        """A searching process that something happens to."""
+
+        def ask(self, request: dict[str, Any]) -> None:
+            super().ask(request)
+            pids.append(self.process.pid)
+            self.process.send_signal({"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+
+    net = small_models.make("mlp", torch.float64, seed=rank)
+    trainer = small_models.make_optimizer("sgd", net.parameters())
+    with mock.patch.object(tuner, "start_search", Lost), mock.patch.object(searcher, "MOST_SECONDS", 1.0):
+        offbeat.distribute(net, trainer, timeout=TIMEOUT)
+        seconds = []
+        for step in range(STEPS):
+            begin = time.perf_counter()
+            trainer.zero_grad()
+            net(*small_models.batch("mlp", step, rank, torch.float64)).backward()
+            time.sleep(0.05)
+            trainer.step()
+            seconds.append(time.perf_counter() - begin)
+        error = (flat_parameters(net) - expected).abs().max().item()
+        said = [decision.what for decision in net.offbeat.history]
+        net._offbeat.release()
+    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    return {"error": error, "said": said, "seconds": seconds, "left": left}

@@ -10,13 +10,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 import bridging
 import checkpoints
 import clipping
 import encoding
 import features
+import guests
 import refusals
 import sharding
 import switching
@@ -35,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         training,
         encoding,
         features,
+        guests,
         clipping,
         refusals,
         sharding,

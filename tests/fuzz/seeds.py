@@ -13,6 +13,8 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.graph import ModelGraph, Operator, TensorSpec, Variable
 from offbeat.graph.model import update_operators
+from offbeat.plan import lower
+from offbeat.profile.plans import PlanWriter
 from offbeat.search.auto.store import Trial, TrialStore
 from offbeat.strategy import (
     Encoder,
@@ -89,7 +91,6 @@ def strategies() -> tuple[bytes, ...]:
         schedule=Schedule(
             policy="explicit",
             in_flight=3,
-            credit_bytes=4096,
             order=(Slice(group=0, start=0, stop=100), Slice(group=0, start=100, stop=320)),
         ),
         variables={
@@ -133,17 +134,18 @@ def recording() -> dict[str, list[Any]]:
     return {
         **{f"rank{rank}.jsonl": _rank_lines(rank, 100.0 + 5.0 * rank) for rank in (0, 1)},
         "calibration.json": [{"costs": costs.to_dict(), "samples": {"all_reduce": [[1024, 1e-4]]}}],
-        "strategy.json": [json.loads(build_strategy("overlap", graph(), cluster().subset(2)).to_json())],
         "cluster.yaml": [json.loads(cluster().subset(2).to_json())],
     }
 
 
 def _rank_lines(rank: int, zero: float) -> list[Any]:
     names = [name for name, _ in PARAMETERS]
-    header = {"offbeat_trace": 1, "rank": rank, "world": 2, "backend": "gloo", "job": "offbeat", "machine": f"m{rank}"}
+    header = {"offbeat_trace": 2, "rank": rank, "world": 2, "backend": "gloo", "job": "offbeat", "machine": f"m{rank}"}
     header |= {"unix_seconds": 1.7e9, "clock_seconds": zero, "modules": list(MODULES), "gradients": names}
     header["parameters"] = [[name, list(shape), "float32"] for name, shape in PARAMETERS]
-    lines: list[Any] = [header, {"clock": _ticks(rank, zero)}]
+    plan = lower(graph(), cluster().subset(2), build_strategy("overlap", graph(), cluster().subset(2)))
+    followed = json.loads(json.dumps(PlanWriter().changes(plan, "deferred")))
+    lines: list[Any] = [header, {"clock": _ticks(rank, zero)}, {"plan": followed}]
     for step in range(5):
         at = zero + 1 + 0.1 * step
         forward = [[module, at + 0.01 * module, at + 0.01 * module + 1e-4] for module in range(3)]
@@ -162,12 +164,12 @@ def _rank_lines(rank: int, zero: float) -> list[Any]:
             for task in range(2)
         ]
         local = [
-            ["forward", [], at, 0.0],
             ["wait", [0], at + 0.081, at + 0.082],
             ["update", [1], at + 0.09, at + 0.091],
         ]
-        line = {"step": step, "begin": at, "end": at + 0.1, "forward": forward, "forward_end": at + 0.035}
-        line |= {"backward": backward, "local": local, "communication": rows, "complete": step > 0}
+        line = {"step": step, "begin": at, "end": at + 0.1, "calls": [[at, at + 0.035]]}
+        line |= {"forward": forward, "backward": backward, "local": local, "communication": rows}
+        line |= {"complete": step > 0, "updated": True}
         lines.append(line)
     return [
         *lines,
@@ -299,7 +301,7 @@ def store() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.sqlite"
         with TrialStore(path) as made:
-            made.add_many(graph(), cluster(), trials())
+            made.add(graph(), cluster(), *trials())
             made._connection.execute("PRAGMA journal_mode = DELETE")
         return path.read_bytes()
 
@@ -309,7 +311,7 @@ def exported() -> dict[str, list[Any]]:
     """The documents of each file that `TrialStore.export` writes for a domain."""
     with tempfile.TemporaryDirectory() as folder:
         with TrialStore(Path(folder) / "t.sqlite") as made:
-            made.add_many(graph(), cluster(), trials())
+            made.add(graph(), cluster(), *trials())
             made.export(Path(folder) / "out")
         (domain,) = (Path(folder) / "out").iterdir()
         return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in domain.iterdir()}

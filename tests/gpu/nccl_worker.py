@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 import small_models
 
 import offbeat
@@ -62,9 +62,10 @@ def main() -> None:
                         optimizer.step()
                     found = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
                     error = float((found - expected).abs().max())
-                    case = {"model": name, "optimizer": kind, "builder": builder, "mode": model.offbeat_mode}
+                    case = {"model": name, "optimizer": kind, "builder": builder, "mode": model.offbeat.mode}
                     rows.append({**case, "error": error, "limit": 1e-10})
                     model._offbeat.engine.detach()
+                    model._offbeat.engine.channels.close()
     if rank == 0:
         print(json.dumps(rows), flush=True)
     dist.barrier()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerator_times import AcceleratorTimes, on_device
 
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.accelerator import AcceleratorTimes, on_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 

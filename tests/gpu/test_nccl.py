@@ -46,6 +46,8 @@ def test_two_ranks_on_one_gpu_match_the_reference(tmp_path: Path):
         for process, _ in ranks:
             process.kill()
     texts = [Path(log.name).read_text() for _, log in ranks]
+    for _, log in ranks:
+        log.close()
     assert codes == [0, 0], texts[0][-3000:] + texts[1][-3000:]
     rows = json.loads(next(line for line in texts[0].splitlines() if line.startswith("[")))
     wrong = [row for row in rows if row["error"] > row["limit"]]

@@ -137,20 +137,19 @@ def _layer_weights(draw: DrawFn, prefix: str, dtype: str) -> tuple[Weight, ...]:
 def random_strategies(draw: DrawFn, graph: ModelGraph, cluster: ClusterSpec, *, everything: bool = False) -> Strategy:
     """Strategies that fit the graph and the cluster.
 
-    Any replicas and weights, partitions over several axes with and without cuts, every synchroniser with its own
-    options per shard. `everything` adds what lowering reads elsewhere: explicit orders, fused regions, operator splits.
+    Replicas in any order, any weights, partitions over several axes with and without cuts, every synchroniser with its
+    own options per shard. `everything` adds what lowering reads elsewhere: explicit orders, fused regions, operators.
     """
     ranks = tuple(range(cluster.world_size))
-    replicas: tuple[int, ...] = draw(st.just(()) | st.lists(st.sampled_from(ranks), min_size=1, unique=True).map(tuple))
-    members = replicas or ranks
-    weights = draw(st.just(()) | st.tuples(*(st.floats(0.25, 4.0) for _ in members)))
+    replicas: tuple[int, ...] = draw(st.just(()) | st.permutations(ranks).map(tuple))
+    weights = draw(st.just(()) | st.tuples(*(st.floats(0.25, 4.0) for _ in ranks)))
     modules = sorted({operator.module for operator in graph.operators if operator.phase == "forward"})
     chosen = st.lists(st.sampled_from(modules), unique=True, max_size=2).map(tuple)
     explicit = everything and bool(graph.gradient_order) and draw(st.booleans())
     if explicit:
         variables, schedule = draw(_explicit(graph))
     else:
-        configs = {each.name: _configs(each, members, cluster) for each in graph.gradient_order}
+        configs = {each.name: _configs(each, ranks, cluster) for each in graph.gradient_order}
         variables = draw(st.fixed_dictionaries({}, optional=configs))
         schedule = draw(_schedules())
     return Strategy(
@@ -255,7 +254,6 @@ def _schedules() -> SearchStrategy[Schedule]:
         policy=st.sampled_from(("fifo", "priority")),
         slice_bytes=size,
         in_flight=st.integers(1, 4),
-        credit_bytes=size,
         mode=st.sampled_from(("auto", "deferred", "barrier")),
     )
 

@@ -4,10 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from offbeat import OffbeatError, lower, simulate, zoo
-from offbeat.cluster import ClusterSpec
-from offbeat.cost.accelerator import (
+from accelerator_times import (
     PHASES,
     AcceleratorTimes,
     choose_marks,
@@ -17,6 +14,9 @@ from offbeat.cost.accelerator import (
     roofline_seconds,
     split,
 )
+
+from offbeat import OffbeatError, lower, simulate, zoo
+from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.strategy import build_strategy

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.cli.demo import compare_losses
-from offbeat.cli.machine import Finding
+from offbeat.cli.doctor import Finding
 from offbeat.cli.show import print_facts
 from offbeat.cluster import ClusterSpec
 from offbeat.strategy import Shard, Strategy, VariableConfig
@@ -357,9 +357,11 @@ def test_demo_compares_measured_steps(folder: Path) -> None:
     done = run("demo", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    ddp, ours = result["jobs"]
+    ddp, best, ours, bound = result["jobs"]
     assert result["losses_agree"]
-    assert 0 < ours["fastest_seconds"] <= ours["median_step_seconds"] <= ours["slowest_seconds"]
+    assert 0 < ours["fastest_round_seconds"] <= ours["median_step_seconds"] <= ours["slowest_round_seconds"]
+    assert result["best_ddp_over_offbeat"] == pytest.approx(best["median_step_seconds"] / ours["median_step_seconds"])
+    assert bound["median_step_seconds"] > 0
     assert result["ddp_over_offbeat"] == pytest.approx(ddp["median_step_seconds"] / ours["median_step_seconds"])
     assert result["emulation"] in ("namespaces", "user namespaces", "loopback")
     assert not list(folder.iterdir())
@@ -386,6 +388,6 @@ def test_doctor_fails_where_nothing_can_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     findings = [Finding("python", True, "3.11", required=True), Finding("torch", False, "missing", required=True)]
-    monkeypatch.setattr("offbeat.cli.machine.examine", lambda: findings)
+    monkeypatch.setattr("offbeat.cli.doctor.examine", lambda: findings)
     assert main(["doctor"]) == 1
     assert "missing" in capsys.readouterr().out

@@ -1,12 +1,16 @@
 """offbeat optimize and run, as a user calls them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from offbeat.cli import app
+from offbeat.launch import LOOPBACK, free_port, job_environment
 from offbeat.strategy import Strategy
 
 
@@ -27,6 +31,9 @@ def test_optimize_writes_a_strategy_and_says_what_it_gains(tmp_path: Path) -> No
         (["optimize", "mlp"], "--cluster: it is needed"),
         (["optimize", "mlp", "--cluster", "nowhere"], "nowhere"),
         (["run", "missing.py"], "missing.py: there is no such script"),
+        (["run", "--strategy", "nope.json", __file__], "'nope.json' is neither a builder ("),
+        (["run", "--strategy", __file__, __file__], "not valid JSON"),
+        (["run", "--strategy", "/", __file__], "/: cannot read the strategy: Is a directory"),
     ],
 )
 def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
@@ -49,3 +56,43 @@ def test_run_puts_a_strategy_in_the_place_of_auto(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["run", "--strategy", "horovod", "--timeout", "100", str(script)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "name").read_text() == "horovod"
+
+
+CALLS = """
+import torch, offbeat
+model = torch.nn.Linear(4, 2)
+offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+NEVER = "train.py: it ended without a call of offbeat.distribute, so the strategy 'ddp' was not used"
+IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CALLS!r}], check=True)"
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "code", "said"),
+    [
+        ("import sys; sys.exit(0)", 2, 1, NEVER),
+        ("import sys; sys.exit(3)", 2, 3, "the job ended with exit code 3"),
+        (CALLS + "import sys; sys.exit(4)", 1, 4, "the job ended with exit code 4"),
+        ("print('trained')", 0, 1, NEVER),
+        ("import sys; sys.exit(0)", 0, 1, NEVER),
+        (IN_A_CHILD, 0, 0, ""),
+    ],
+    ids=["never", "fails first", "calls and fails", "never in a job", "exits in a job", "in a job's child"],
+)
+def test_run_tells_whether_the_script_calls_distribute(
+    script: str, ranks: int, code: int, said: str, tmp_path: Path
+) -> None:
+    """Started here on so many ranks, or (0) as a rank of a job that another launcher has started."""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not ranks:
+        environment |= job_environment(1, 1, (LOOPBACK, free_port(LOOPBACK))) | {"RANK": "0"}
+    command = [sys.executable, "-m", "offbeat", "run", "--strategy", "ddp", "-n", str(max(1, ranks)), "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == code, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("offbeat: ")]
+    assert told == ([f"offbeat: {said}"] if said else [])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from offbeat.cluster import ClusterSpec, CollectiveTable, Link, Node, device_names, find_device
+from offbeat.cluster import ClusterSpec, CollectiveTable, Link, Node, find_device
 from offbeat.errors import OffbeatError
 
 GBIT = 1e9 / 8
@@ -356,7 +356,7 @@ def test_preset_figures():
     b7 = ClusterSpec.preset("B7")
     assert {node.device for node in b7.nodes} == {"T4"}
     assert b7.total_price_per_hour == pytest.approx(4 * 3.912)
-    assert b7.total_memory == 16 * 16 * 2**30
+    assert (b7.world_size, b7.nodes[0].memory) == (16, 16 * 2**30)
     assert ClusterSpec.preset("A1").nodes[0].device == "TITAN X"
     assert ClusterSpec.preset("A1").total_price_per_hour is None
     assert ClusterSpec.preset("pace_10g").world_size == 12
@@ -467,8 +467,8 @@ def test_homogeneous():
         nodes=4, devices_per_node=1, bandwidth="10Gbit/s", latency="50us", memory="16GiB", peak_flops="20TFLOP/s"
     )
     assert (spec.world_size, spec.bandwidth(0, 3), spec.latency(0, 3)) == (4, 1.25e9, 50e-6)
-    assert (spec.total_memory, spec.nodes[2].name, spec.nodes[0].peak_flops) == (64 * 2**30, "node2", 20e12)
-    assert ClusterSpec.homogeneous().total_memory == 4 * 16 * 2**30
+    assert (spec.nodes[2].name, spec.nodes[0].memory, spec.nodes[0].peak_flops) == ("node2", 16 * 2**30, 20e12)
+    assert ClusterSpec.homogeneous().nodes[0].memory == 16 * 2**30
     assert ClusterSpec.homogeneous(device="H100", intra_latency="1us").nodes[0].intra_bandwidth == 450e9
     assert spec.is_homogeneous
     assert not spec.replace(links=[{"a": "node0", "b": "node1", "latency": 1}]).is_homogeneous
@@ -531,7 +531,7 @@ def test_values_are_immutable_and_copies_are_checked():
 def test_json_schema_describes_what_people_write():
     schema = ClusterSpec.json_schema()
     json.dumps(schema, allow_nan=False)
-    node = schema["$defs"]["NodeEntry"]
+    node = schema["$defs"]["Node"]
     assert {"count", "bandwidth", "devices", "price_per_hour"} <= set(node["properties"])
     assert {kind["type"] for kind in node["properties"]["bandwidth"]["anyOf"]} == {"number", "string"}
     assert schema["required"] == ["nodes"]
@@ -539,8 +539,7 @@ def test_json_schema_describes_what_people_write():
 
 
 def test_device_catalogue():
-    assert {"TITAN X", "M60", "T4", "GTX 1080 Ti", "V100-16GB", "A100-80GB", "H100", "A10G"} <= set(device_names())
-    for name in device_names():
+    for name in ("TITAN X", "M60", "T4", "GTX 1080 Ti", "V100-16GB", "A100-80GB", "H100", "A10G"):
         kind = find_device(name)
         assert kind.name == name
         assert kind.fp32_flops <= kind.training_flops

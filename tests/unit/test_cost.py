@@ -9,18 +9,8 @@ from hypothesis import strategies as st
 from strategies import Layer, Weight, make_graph
 
 from offbeat.cluster import ClusterSpec, CollectiveTable
-from offbeat.cost.analytic import (
-    FEATURE_NAMES,
-    Coefficients,
-    compute_seconds,
-    features,
-    fit_coefficients,
-    message_features,
-    predict,
-    sync_seconds,
-)
-from offbeat.cost.link import LinkFit, fit_linear
-from offbeat.cost.tables import Collectives, closed_form, collective_seconds, find_table, interpolate
+from offbeat.cost.analytic import Coefficients, features, fit_coefficients, message_features, sync_seconds
+from offbeat.cost.tables import Collectives, closed_form, find_table, fit_linear, interpolate
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.plan.model import Task
@@ -30,12 +20,14 @@ SIZES = [2**i for i in range(10, 27, 2)]
 GBIT = 1e9 / 8
 
 
+def collective_seconds(kind, ranks, size, cluster, root=None):
+    return Collectives(cluster).seconds(kind, ranks, size, root)
+
+
 def test_a_fit_recovers_the_constants_it_was_made_from():
     fit = fit_linear(SIZES, [2e-3 + 4e-9 * size for size in SIZES])
     assert fit.latency_seconds == pytest.approx(2e-3, rel=1e-6)
     assert fit.seconds_per_byte == pytest.approx(4e-9, rel=1e-6)
-    assert fit.relative_error < 1e-9
-    assert fit.r_squared == pytest.approx(1.0)
     assert fit.seconds(2**20) == pytest.approx(2e-3 + 4e-9 * 2**20)
     assert fit.seconds(0) == 0.0
 
@@ -48,7 +40,6 @@ def test_disturbed_samples_do_not_move_the_fit():
     fit = fit_linear(sizes, times)
     assert fit.latency_seconds == pytest.approx(1e-3, rel=0.05)
     assert fit.seconds_per_byte == pytest.approx(8e-9, rel=0.05)
-    assert 0 < fit.relative_error < 0.04
     slope, _ = np.polyfit(sizes, times, 1)
     assert abs(slope / 8e-9 - 1) > 0.2, "plain least squares would have done"
 
@@ -67,25 +58,6 @@ def test_no_coefficient_is_negative():
 
 def test_one_size_gives_a_bandwidth():
     assert fit_linear([1e6, 1e6], [0.01, 0.01]).seconds(2e6) == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "times", "said"),
-    [
-        ([1.0], [], "not one time for each size"),
-        ([1.0, 2.0], [1.0, 0.0], "seconds must be finite and more than 0, got 0.0"),
-        ([-1.0], [1.0], "bytes must be finite and at least 0, got -1.0"),
-        ([1.0], [float("nan")], "got nan"),
-    ],
-)
-def test_bad_samples_are_refused(sizes, times, said):
-    with pytest.raises(OffbeatError, match=said):
-        fit_linear(sizes, times)
-
-
-def test_a_fit_refuses_negative_coefficients():
-    with pytest.raises(OffbeatError, match="latency_seconds must be a number of at least 0, got -1"):
-        LinkFit(-1, 0)
 
 
 TABLE = CollectiveTable(
@@ -153,7 +125,7 @@ def test_closed_forms_count_what_the_busiest_rank_sends(kind, sent, latencies):
     assert seconds == pytest.approx(sent * size / GBIT + latencies * 50e-6)
     if kind != "all_to_all":
         task = Task(0, kind, 0, 0, 0, 1, (0, 1, 2, 3), 0, size, (), (), ())
-        assert Collectives(cluster()).task_seconds(task) == pytest.approx(task.link_bytes / GBIT + latencies * 50e-6)
+        assert seconds == pytest.approx(task.link_bytes / GBIT + latencies * 50e-6)
 
 
 def test_a_send_pays_one_latency():
@@ -197,14 +169,18 @@ ONE_ONE = Coefficients(phi_seconds=1.0, delta_seconds=100.0)
 """Counts can be read off the seconds."""
 
 
+def synchronised(plan, coefficients):
+    return sum(sync_seconds(message_features(plan), coefficients))
+
+
 def test_collectives_cost_what_equation_3_says():
     plan = layers(4, 1, lambda index: Shard())
     w, phi, delta = 4, 1e-4, 2e-5
     expected = sum(2 * (w - 1) / w * size / GBIT + w * phi + delta for size in (A, B))
-    assert sync_seconds(plan, Coefficients(phi, delta)) == pytest.approx(expected)
+    assert synchronised(plan, Coefficients(phi, delta)) == pytest.approx(expected)
     sharded = layers(4, 1, lambda index: Shard(synchronizer="sharded"))
     expected = sum(2 * ((w - 1) / w * size / GBIT + w * phi + delta) for size in (A, B))
-    assert sync_seconds(sharded, Coefficients(phi, delta)) == pytest.approx(expected)
+    assert synchronised(sharded, Coefficients(phi, delta)) == pytest.approx(expected)
 
 
 def test_servers_cost_what_equation_2_says_and_work_at_once():
@@ -214,7 +190,7 @@ def test_servers_cost_what_equation_2_says_and_work_at_once():
     # Three other machines with two replicas each, up and back.
     assert by_server[0].transfer_seconds + by_server[2].transfer_seconds == pytest.approx(2 * 6 * (A + B) / GBIT)
     assert first.network_overheads == second.network_overheads == 12
-    assert sync_seconds(plan, ONE_ONE) == pytest.approx(12 + 200 + 2 * 6 * B / GBIT), "the busier server alone"
+    assert synchronised(plan, ONE_ONE) == pytest.approx(12 + 200 + 2 * 6 * B / GBIT), "the busier server alone"
 
 
 def test_transfer_stations_send_once_for_their_machine():
@@ -225,24 +201,16 @@ def test_transfer_stations_send_once_for_their_machine():
         assert hierarchical.network_overheads == 2
 
 
-def test_a_step_takes_the_longer_of_computing_and_synchronising():
-    plan = layers(4, 1, lambda index: Shard())
-    assert predict(plan) == max(compute_seconds(plan), sync_seconds(plan))
-    assert predict(plan, Coefficients(0.0, 0.0, 0.0)) == compute_seconds(plan) > 0
-    assert predict(layers(1, 1, lambda index: Shard())) == compute_seconds(plan), "alone nothing is sent"
-
-
 def test_features_are_the_maximum_and_the_mean_of_each_family():
     mixed = layers(4, 1, lambda index: Shard() if index else Shard(synchronizer="parameter_server", placement=(0,)))
-    named = dict(zip(FEATURE_NAMES, features(mixed), strict=True))
-    assert len(named) == 12
-    assert named["ps.max.transfer_seconds"] == named["ps.mean.transfer_seconds"] == pytest.approx(6 * A / GBIT)
-    assert named["cc.max.transfer_seconds"] == pytest.approx(1.5 * B / GBIT)
-    assert named["cc.max.network_overheads"] == 4
-    both = dict(zip(FEATURE_NAMES, features(layers(4, 1, lambda index: Shard())), strict=True))
-    assert both["cc.mean.transfer_seconds"] == pytest.approx(1.5 * (A + B) / 2 / GBIT)
-    assert both["cc.max.transfer_seconds"] == pytest.approx(1.5 * B / GBIT)
-    assert both["ps.max.transfer_seconds"] == 0
+    served, collective = features(message_features(mixed)).reshape(2, 2, 3)
+    assert served[0, 0] == served[1, 0] == pytest.approx(6 * A / GBIT)
+    assert collective[0, 0] == pytest.approx(1.5 * B / GBIT)
+    assert collective[0, 1] == 4
+    served, collective = features(message_features(layers(4, 1, lambda index: Shard()))).reshape(2, 2, 3)
+    assert collective[1, 0] == pytest.approx(1.5 * (A + B) / 2 / GBIT)
+    assert collective[0, 0] == pytest.approx(1.5 * B / GBIT)
+    assert served[0, 0] == 0
 
 
 def measured_cluster(phi, delta, scale, worlds):
@@ -265,10 +233,7 @@ def test_coefficients_are_recovered_from_tables():
     assert found.phi_seconds == pytest.approx(3e-5, rel=1e-4)
     assert found.delta_seconds == pytest.approx(2e-4, rel=1e-4)
     assert found.transfer_scale == pytest.approx(1.08, rel=1e-4)
-    assert found.relative_error < 1e-6
     alone = fit_coefficients(measured_cluster(3e-5, 2e-4, 1.0, (4,)))
     assert 4 * alone.phi_seconds + alone.delta_seconds == pytest.approx(4 * 3e-5 + 2e-4, rel=1e-4)
     with pytest.raises(OffbeatError, match="has no tables of collectives"):
         fit_coefficients(cluster())
-    with pytest.raises(OffbeatError, match="phi_seconds must be a number of at least 0, got -1"):
-        Coefficients(phi_seconds=-1)

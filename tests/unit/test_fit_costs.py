@@ -7,9 +7,9 @@ from tuning_cases import CLUSTER, GRAPH, HIDDEN, run
 from offbeat.cost.measured import Costs
 from offbeat.plan import lower
 from offbeat.search.auto.fit import Evidence, fit_costs
+from offbeat.search.auto.neighbours import STARTS, starting_strategies
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.select import ranking_accuracy
-from offbeat.search.auto.starts import STARTS, starting_strategies
 from offbeat.simulate.predict import simulate
 
 STRATEGIES = Sampler(GRAPH, CLUSTER, 5).sample(30)
@@ -54,5 +54,5 @@ def test_trials_of_elsewhere_weigh_less():
 
 def test_a_search_starts_from_every_known_system():
     starts = starting_strategies(GRAPH, CLUSTER)
-    assert {strategy.name for strategy in starts} == {name for name, _ in STARTS}
+    assert {strategy.name for strategy in starts} == set(STARTS)
     assert len({strategy.digest for strategy in starts}) == len(starts)

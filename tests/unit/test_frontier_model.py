@@ -50,11 +50,6 @@ def test_turning_point_is_the_knee(frontier):
         _ = Frontier(()).turning_point
 
 
-def test_of_keeps_the_non_dominated():
-    points = [point(3, 1.0), point(1, 3.0), point(2, 3.0), point(2, 2.0)]
-    assert [(p.memory_bytes, p.time_seconds) for p in Frontier.of(points).points] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-
-
 def test_json_round_trip(frontier, tmp_path):
     assert Frontier.from_json(frontier.to_json()) == frontier
     frontier.save(tmp_path / "f.json")
@@ -64,7 +59,7 @@ def test_json_round_trip(frontier, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format must be 1, got 2"),
+        ({"format": 2}, "format: .* got 2"),
         ({"points": 3}, "points"),
         ({"other": 1}, "other"),
     ],
@@ -76,11 +71,10 @@ def test_faulty_files_are_named(frontier, change, message):
 
 
 def test_faulty_points_are_named(frontier):
-    with pytest.raises(OffbeatError, match=r"points\[1\] must need more memory"):
-        Frontier((point(2, 1.0), point(1, 2.0)))
-    with pytest.raises(OffbeatError, match=r"points\[0\].time_seconds must be a number from 0, got nan"):
-        Frontier((point(2, float("nan")),))
     data = orjson.loads(frontier.to_json())
     data["points"].reverse()
-    with pytest.raises(OffbeatError, match=r"f.json: frontier: points\[1\]"):
+    with pytest.raises(OffbeatError, match=r"f.json: points\[1\] must need more memory"):
+        Frontier.from_json(orjson.dumps(data), origin="f.json")
+    data["points"][0]["time_seconds"] = -1
+    with pytest.raises(OffbeatError, match=r"f.json: not a frontier: points\[0\].time_seconds: .* got -1"):
         Frontier.from_json(orjson.dumps(data), origin="f.json")

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.profile import stream
 from offbeat.profile.measure import Profile
 from offbeat.profile.source import load_recording
 from offbeat.profile.traces import read_rank, read_traces
 from offbeat.search.auto.store import Domain, TrialStore
 from offbeat.strategy import Strategy
 from offbeat.strategy.validate import check_fits
-from offbeat.timeline import Timeline
+from offbeat.timeline import Timeline, stream
 from tests.fuzz import seeds
 from tests.fuzz.run import MOST_SECONDS, fuzz
 from tests.fuzz.targets import TARGETS, attempt
@@ -80,10 +79,10 @@ def test_any_document_is_a_strategy_or_refused(document: dict[str, Any]) -> None
 
 
 @few
-@given(st.sampled_from(["step", "begin", "forward", "local", "communication", "late", "clock"]), json_values)
+@given(st.sampled_from(["step", "begin", "forward", "local", "communication", "late", "clock", "plan"]), json_values)
 def test_any_line_of_a_recording_is_read_or_refused(tmp_path: Path, field: str, value: Any) -> None:
     lines = [dict(line) for line in seeds.recording()["rank0.jsonl"]]
-    lines[4][field] = value
+    lines[5][field] = value
     path = tmp_path / "rank0.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     refused_or_read(load_recording, tmp_path)
@@ -113,29 +112,31 @@ def write_recording(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"l0_world": 10**12}, "1000000000000 is not a whole number from 0 to 16383"),
-        ({"l0_rank": 2}, "2 is not a whole number from 0 to 1"),
+        ({"l0_world": 10**12}, "world: .* got 1000000000000"),
+        ({"l0_rank": 2}, "there is no rank 2 among 2"),
         ({"l0_gradients": ["lost.weight"]}, "the gradient 'lost.weight' is of no parameter"),
-        ({"l0_parameters": [["a", [-1], "float32"]], "l0_gradients": []}, "-1 is not a whole number"),
+        ({"l0_parameters": [["a", [-1], "float32"]], "l0_gradients": []}, r"parameters\[0\].* got -1"),
         ({"l0_parameters": [["a", [2**39] * 9, "float32"]], "l0_gradients": []}, "is not a tensor's shape"),
         ({"l0_parameters": [["a", [1], "float7"]], "l0_gradients": ["a"]}, "'float7' is not a type"),
-        ({"l4_forward": [[7, 0.0, 0.0]]}, "7 is not a whole number from 0 to 2"),
-        ({"l4_backward": [[-1, 0.0]]}, "-1 is not a whole number from 0 to 3"),
-        ({"l4_local": [["sleep", [], 0.0, 0.0]]}, "'sleep' is not a kind of work"),
-        ({"l4_begin": 1e300}, "1e\\+300 is not a time in seconds"),
-        ({"l4_communication": [[0, "all_reduce", "m0", -5, 2, 0.0, 0.0, 0.0]]}, "-5 is not a whole number"),
-        ({"l5_step": 1}, "step 1 comes after step 2"),
+        ({"l5_forward": [[7, 0.0, 0.0]]}, "step 2 names a module or a gradient that the job does not have"),
+        ({"l5_backward": [[-1, 0.0]]}, r"backward\[0\]\[0\]: .* got -1"),
+        ({"l5_local": [["sleep", [], 0.0, 0.0]]}, r"local\[0\]\[0\]: .* got 'sleep'"),
+        ({"l5_begin": 1e300}, r"begin: .* got 1e\+300"),
+        ({"l5_communication": [[0, "all_reduce", "m0", -5, 2, 0.0, 0.0, 0.0]]}, r"communication\[0\]\[3\]: .* got -5"),
+        ({"l6_step": 1}, "step 1 comes after step 2"),
+        ({"l2_plan": {"order": []}}, "strategy: it is required but not given"),
+        ({"l2_plan": {"strategy": {}, "messages": [[]], "order": [[1, 0]]}}, "order names a message"),
     ],
 )
 def test_a_recording_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(OffbeatError, match=rf"not a trace of Offbeat's recorder: ValueError: .*{sentence}"):
+    with pytest.raises(OffbeatError, match=rf"not a trace of Offbeat's recorder: .*{sentence}"):
         read_rank(write_recording(tmp_path, **changes))
 
 
 def test_a_line_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     path = write_recording(tmp_path)
     path.write_text(path.read_text() + "[1]\n")
-    with pytest.raises(OffbeatError, match=r"the line \[1\] is not a mapping"):
+    with pytest.raises(OffbeatError, match=r"it must be a mapping, got \[1\]"):
         read_rank(path)
 
 
@@ -192,22 +193,18 @@ def test_a_store_with_anything_else_in_it_is_refused(tmp_path: Path, statement: 
     [
         ("strategy", b"\x00\x01", "is not a text"),
         ("steps", "[1", "not valid JSON"),
-        ("steps", "{}", None),
-        ("steps", '["a"]', "not a trial: ValueError"),
-        ("seconds", "soon", "not a trial: ValueError"),
-        ("seconds", float("inf"), "is not a number of seconds"),
-        ("status", "lost", "'lost' is not one of"),
+        ("steps", "{}", "not a trial: steps: it must be a list"),
+        ("steps", '["a"]', r"not a trial: steps\[0\]: "),
+        ("seconds", "soon", "not a trial: seconds: "),
+        ("seconds", float("inf"), "not a trial: seconds: .* finite"),
+        ("status", "lost", "not a trial: status: .* got 'lost'"),
         ("created", b"x", "not a trial"),
     ],
 )
-def test_a_store_with_wrong_cells_is_refused(tmp_path: Path, column: str, value: Any, sentence: str | None) -> None:
+def test_a_store_with_wrong_cells_is_refused(tmp_path: Path, column: str, value: Any, sentence: str) -> None:
     path = changed_store(tmp_path, f"UPDATE trials SET {column} = ? WHERE id = 1", values=(value,))
-    with TrialStore(path) as store:
-        if sentence is None:
-            assert store.trials()[0].steps == ()
-        else:
-            with pytest.raises(OffbeatError, match=rf"t.sqlite: .*{sentence}"):
-                store.trials()
+    with TrialStore(path) as store, pytest.raises(OffbeatError, match=rf"t.sqlite: .*{sentence}"):
+        store.trials()
 
 
 def test_a_graph_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,15 +233,21 @@ def test_millions_of_values_are_refused_before_they_take_memory(monkeypatch: pyt
                 read(content)
 
 
-def test_a_long_value_is_scanned_once_however_the_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anew for every piece that is read it would take a hundred times as long."""
-    monkeypatch.setattr(stream, "_CHUNK", 4096)
+def test_a_long_value_is_scanned_a_few_times_however_the_file_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anew for every piece that is read it would take a hundred times as long as in one piece."""
     path = tmp_path / "rank0.json"
     path.write_bytes(b'{"x": [' + b"[]," * 130_000 + b'[]], "traceEvents": []}')
-    began = time.process_time()
-    with pytest.raises(OffbeatError, match="it holds no event"):
-        load_recording(path)
-    assert time.process_time() - began < 1.0
+
+    def seconds(chunk: int) -> float:
+        monkeypatch.setattr(stream, "_CHUNK", chunk)
+        began = time.process_time()
+        with pytest.raises(OffbeatError, match="it holds no event"):
+            load_recording(path)
+        return time.process_time() - began
+
+    assert seconds(4096) < 20 * seconds(2**20)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_a_calibration_with_odd_numbers_is_refused(tmp_path: Path, value: Any) -
         if name == "calibration.json":
             documents[0]["costs"]["collectives"][0]["overhead_seconds"] = value
         (tmp_path / name).write_text("".join(json.dumps(document) + "\n" for document in documents))
-    with pytest.raises(OffbeatError, match=r"calibration.json: not a costs file: \w+ at "):
+    with pytest.raises(OffbeatError, match=r"calibration.json: not a costs file: collectives\[0\].overhead_seconds: "):
         load_recording(tmp_path)
 
 

@@ -10,6 +10,7 @@ from offbeat.graph import Constant, ModelGraph, Operator, TensorSpec, Variable, 
 from offbeat.graph.coarsen import segments
 from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import update_operators
+from offbeat.graph.skeleton import skeleton
 
 
 def op(name: str, phase: str, inputs: tuple[str, ...] = (), **changes) -> Operator:
@@ -74,6 +75,11 @@ def test_digest_sees_the_step_but_not_its_name_or_times(graph):
     changed = dataclasses.replace(graph.operators[1], flops=101)
     operators = (graph.operators[0], changed, *graph.operators[2:])
     assert dataclasses.replace(graph, operators=operators).digest != graph.digest
+    accumulating = dataclasses.replace(graph, passes=4)
+    assert accumulating.digest != graph.digest
+    assert ModelGraph.from_json(accumulating.to_json()) == accumulating
+    with pytest.raises(OffbeatError, match="passes must be at least 1, got 0"):
+        dataclasses.replace(graph, passes=0)
 
 
 @pytest.mark.parametrize(
@@ -217,3 +223,17 @@ def test_flops_of_operators_torch_has_no_formula_for():
     assert kinds.flops_of(attention.default, (query, query, query), {}, query) == 2 * 2 * (2 * 3) * 5 * 5 * 7
     gradient = aten._scaled_dot_product_flash_attention_for_cpu_backward
     assert kinds.flops_of(gradient.default, (query, query, query, query), {}, query) == 5 * 2 * (2 * 3) * 5 * 5 * 7
+
+
+def test_a_graph_without_a_trace_counts_tied_weights_once():
+    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 4, sparse=True), "head": torch.nn.Linear(4, 50)})
+    model["head"].weight = model["table"].weight
+    variables = skeleton(model).variables
+    assert [(v.name, v.aliases, v.sparse_rows) for v in variables] == [
+        ("table.weight", ("head.weight",), 50),
+        ("head.bias", (), 0),
+    ]
+    model["table"].weight.requires_grad_(False)
+    frozen = skeleton(model)
+    assert [constant.name for constant in frozen.constants] == ["table.weight"]
+    assert frozen.parameter_count == 50 * 4 + 50

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from offbeat.profile.interference import fit_interference
+from offbeat.profile.compute import fit_interference
 
 
 def samples(factor: float, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

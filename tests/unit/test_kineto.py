@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.profile import stream
 from offbeat.profile.align import apply, clock_offsets, communication_events
 from offbeat.profile.flight import join, read_dump
-from offbeat.profile.kineto import combine, load, load_folder, read_folder, read_trace
-from offbeat.timeline import Span, Timeline
+from offbeat.profile.kineto import combine, load_folder, read_trace
+from offbeat.profile.tracefile import load
+from offbeat.timeline import Span, Timeline, stream
 
 JOB = """
 import sys, torch, torch.distributed as dist
@@ -80,9 +80,16 @@ def spans(timeline: Timeline, **wanted: Any) -> list[Span]:
     return [span for span in timeline.spans if all(getattr(span, field) == value for field, value in wanted.items())]
 
 
+def read_folder(folder: Path) -> tuple[Timeline, list[str]]:
+    """The timeline of all ranks on their own clocks, and what was left out."""
+    traces, notes = load_folder(folder)
+    timeline = combine(traces)
+    return timeline, [*notes, *timeline.notes]
+
+
 def test_real_traces_give_steps_computation_and_communication(job: Path) -> None:
     timeline, notes = read_folder(job)
-    assert notes == ()
+    assert notes == []
     assert timeline.ranks == (0, 1)
     assert timeline.marks.shape == (2, 5)
     assert (np.diff(timeline.marks) > 0).all()
@@ -162,9 +169,9 @@ def test_dumps_that_are_pickles_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "'entries' is not a list"),
+        ("[]", "not a Flight Recorder dump: it must be a mapping"),
         ('{"entries": [3]}', r"entries\[0\]: it must be a mapping, got 3"),
-        ('{"entries": [{"profiling_name": "gloo:barrier"}]}', r"entries\[0\].collective_seq_id: .* got None"),
+        ('{"entries": [{"profiling_name": "gloo:barrier"}]}', r"entries\[0\].collective_seq_id: it is required"),
         ("{", "not valid JSON"),
     ],
 )
@@ -213,7 +220,7 @@ def test_cuda_kernels_are_the_computation_and_nccl_the_communication(tmp_path: P
         content = json.dumps(cuda_trace(rank, 50.0 * rank)).encode()
         (tmp_path / f"trace{rank}.json.gz").write_bytes(gzip.compress(content))
     timeline, notes = read_folder(tmp_path)
-    assert notes == ()
+    assert notes == []
     assert [(span.kind, span.step) for span in spans(timeline, rank=0, track="compute")] == [
         ("forward", 0),
         ("backward", 0),
@@ -235,7 +242,7 @@ def test_steps_not_recorded_by_all_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "rank1.json").write_text(json.dumps(cuda_trace(1)).replace("ProfilerStep#8", "ProfilerStep#9"))
     timeline, notes = read_folder(tmp_path)
     assert timeline.marks.shape == (2, 2)
-    assert notes == ("2 steps that not all ranks recorded one after another were left out",)
+    assert notes == ["2 steps that not all ranks recorded one after another were left out"]
 
 
 def test_a_job_without_communication_says_so(tmp_path: Path) -> None:
@@ -303,11 +310,11 @@ GOOD = json.dumps(cuda_trace(0)).encode()
         (GOOD[:-1], "it is cut off"),
         (GOOD[:40], "it is cut off"),
         (b'{"traceEvents": [{"a": "b}', "it is cut off"),
-        (b'{"traceEvents": [' + b"[" * 5000, "nested deeper than 64"),
-        (b'{"x": ' + b'{"a":' * 5000, "nested deeper than 64"),
+        (b'{"traceEvents": [' + b"[" * 5000, "nested deeper"),
+        (b'{"x": ' + b'{"a":' * 5000, "nested deeper"),
         (b'{"traceEvents": [{"a": tru}]}', "not valid JSON near"),
         (b'{"traceEvents" 5}', "not valid JSON"),
-        (b"{5: 5}", "not valid JSON"),
+        (b"{5 5}", "not valid JSON"),
         (gzip.compress(GOOD, mtime=0)[:-20], "damaged or cut off"),
         (b"\x1f\x8b\x08\x00 nothing of the kind", "damaged or cut off"),
     ],
@@ -338,7 +345,7 @@ def test_damaged_traces_give_a_sentence_or_a_timeline(tmp_path: Path) -> None:
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (80 * 2**20) + b"]}"))
-    with pytest.raises(OffbeatError, match="it unpacks to more than 200 times"):
+    with pytest.raises(OffbeatError, match="it unpacks to more than 400 times"):
         read_trace(path)
 
 
@@ -354,8 +361,6 @@ def test_one_bad_file_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_usable_trace_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OffbeatError, match="cannot read the folder"):
-        read_folder(tmp_path / "none")
     with pytest.raises(OffbeatError, match="there is no trace in it"):
         read_folder(tmp_path)
     for rank in range(2):

@@ -8,24 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import serving
 from strategies import Layer, Weight, make_graph
 from test_whatif import write_job
 
 from offbeat.cli import main
+from offbeat.cli.report import opening_page
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import load_profile
 from offbeat.profile.whatif import what_if
-from offbeat.report import server as server_module
-from offbeat.report.live import Session, State, name_ranks
-from offbeat.report.server import ASSETS, HEADERS, HOST, Lane, LiveServer, Superseded, serving
+from offbeat.report.live import Session, State
+from offbeat.report.server import ASSETS, HEADERS, HOST, Handler, LiveServer
+from offbeat.report.steps import name_ranks
 from offbeat.strategy import builders
 from offbeat.timeline import Timeline
 
@@ -52,6 +53,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(session: Session) -> Iterator[LiveServer]:
     with serving(session) as running:
         yield running
+
+
+def with_token(live: LiveServer, path: str) -> str:
+    return f"{path}?token={live.token}"
 
 
 def ask(live: LiveServer, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
@@ -222,51 +227,20 @@ def test_a_long_trace_is_replayed_in_its_last_steps(recording: Path, monkeypatch
     assert session.base_seconds == pytest.approx(timeline.iteration_time, rel=0.01)
 
 
-def test_of_waiting_calls_only_the_newest_runs() -> None:
-    lane, ran, release, started = Lane(), [], threading.Event(), threading.Event()
-
-    def first() -> None:
-        started.set()
-        release.wait(10)
-        ran.append("first")
-
-    def waiting(name: str) -> None:
-        try:
-            lane.run(lambda: ran.append(name))
-        except Superseded:
-            ran.append(f"{name} dropped")
-
-    threads = [threading.Thread(target=lambda: lane.run(first))]
-    threads[0].start()
-    assert started.wait(10)
-    for name in ("second", "third"):
-        threads.append(threading.Thread(target=waiting, args=(name,)))
-        threads[-1].start()
-        time.sleep(0.1)
-    assert ran == ["second dropped"]
-    release.set()
-    for thread in threads:
-        thread.join(10)
-    assert ran == ["second dropped", "first", "third"]
-    with pytest.raises(ZeroDivisionError):
-        lane.run(lambda: 1 // 0)
-    assert lane.run(lambda: "free again") == "free again"
-
-
 def test_the_page_and_its_assets(live: LiveServer) -> None:
-    assert live.url == f"http://127.0.0.1:{live.server_port}/"
+    assert live.url == f"http://127.0.0.1:{live.server_port}/?token={live.token}"
     assert live.server_address[0] == "127.0.0.1"
-    status, page = ask(live, "GET", "/")
+    status, page = ask(live, "GET", with_token(live, "/"))
     assert status == 200
-    assert live.token.encode() in page
     used = set(re.findall(rb'(?:href|src)="([^"]+)"', page)) - {b"data:,", b"#results"}
-    assert used == {path.encode() for path in ASSETS}
+    assert used == {with_token(live, path).encode() for path in ASSETS}
     for path in ASSETS:
-        status, content = ask(live, "GET", path)
+        status, content = ask(live, "GET", with_token(live, path))
         assert status == 200
+        assert live.token.encode() not in content
         assert not re.search(rb"https?://", content), f"{path} names another address"
     connection = http.client.HTTPConnection(HOST, live.server_port, timeout=30)
-    connection.request("GET", "/")
+    connection.request("GET", with_token(live, "/"))
     headers = dict(connection.getresponse().getheaders())
     connection.close()
     assert HEADERS.items() <= headers.items()
@@ -299,8 +273,9 @@ def test_asking_for_numbers(live: LiveServer, session: Session) -> None:
     ],
 )
 def test_unknown_paths(live: LiveServer, path: str) -> None:
-    request = f"GET {path} HTTP/1.1\r\nHost: localhost:{live.server_port}\r\n\r\n"
-    assert raw(live, request.encode("latin-1")).split()[1] == b"404"
+    for known, status in ((with_token(live, path), b"404"), (path, b"403")):
+        request = f"GET {known} HTTP/1.1\r\nHost: localhost:{live.server_port}\r\n\r\n"
+        assert raw(live, request.encode("latin-1")).split()[1] == status
 
 
 @pytest.mark.parametrize(
@@ -324,10 +299,56 @@ def test_unknown_paths(live: LiveServer, path: str) -> None:
 )
 def test_foreign_pages_get_nothing(live: LiveServer, headers: dict[str, str], status: int) -> None:
     given = {name: value.format(port=live.server_port) for name, value in headers.items()}
-    got, content = ask(live, "GET", "/", **given)
+    got, content = ask(live, "GET", with_token(live, "/"), **given)
     assert got == status
     assert (live.token.encode() in content) == (status == 200)
     assert post(live, "memory", {}, **given)[0] == status
+
+
+def test_other_users_see_nothing(live: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the token in the address there is neither the page nor anything it is made of."""
+    caplog.set_level("DEBUG")
+    known = [*ASSETS, "/", "/no_such", "/api/replay"]
+    wrong = [
+        "",
+        "?token=",
+        "?token=wrong",
+        f"?token={live.token[:-1]}",
+        f"?token={live.token}x",
+        f"?{live.token}",
+        "?a=b",
+    ]
+    for path in known:
+        for query in wrong:
+            status, content = ask(live, "GET", path + query)
+            assert status == 403, path + query
+            assert json.loads(content)["error"].startswith("token: ")
+            assert live.token.encode() not in content
+        assert ask(live, "GET", path, X_Offbeat_Token=live.token)[0] == 403
+        status, content = ask(live, "GET", path, Host="evil.example")
+        assert (status, live.token.encode() in content) == (421, False)
+    assert live.token not in caplog.text
+    with LiveServer(live.session) as another:
+        assert another.token != live.token
+
+
+def test_the_address_reaches_nobody_else(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Referer carries it, and a browser that is started to show the page does not have it among its arguments."""
+    assert HEADERS["Referrer-Policy"] == "no-referrer"
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    with opening_page(live.url):
+        file = Path(opened[0].removeprefix("file://"))
+        assert live.token not in opened[0]
+        assert f"url={live.url}" in file.read_text()
+        assert file.stat().st_mode & 0o077 == 0
+    assert not file.exists()
+    # What the file leads to is a window of its own, of another site.
+    followed = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    assert ask(live, "GET", with_token(live, "/"), **followed)[0] == 200
+    assert ask(live, "GET", "/", **followed)[0] == 403
+    assert ask(live, "GET", with_token(live, "/"), **followed | {"Sec_Fetch_Dest": "iframe"})[0] == 403
+    assert post(live, "about", {}, **followed)[0] == 403
 
 
 def test_numbers_need_the_token_and_json(live: LiveServer) -> None:
@@ -386,29 +407,24 @@ def test_requests_that_are_too_long(live: LiveServer) -> None:
         head + b"X: 1\r\n" * 50_000,
     ):
         assert raw(live, request)[:12] in (b"", b"HTTP/1.0 431", b"HTTP/1.0 414")
-    assert ask(live, "GET", "/")[0] == 200
+    assert ask(live, "GET", with_token(live, "/"))[0] == 200
 
 
 def test_slow_and_silent_clients_hold_up_nobody(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.6)
+    monkeypatch.setattr(Handler, "timeout", 0.6)
     with serving(session) as live:
         silent = [socket.create_connection((HOST, live.server_port), timeout=20) for _ in range(100)]
         silent[-1].sendall(b"GET / HTTP/1.1\r\nHost: ")
         try:
             begun = time.monotonic()
-            assert ask(live, "GET", "/")[0] == 200
+            assert ask(live, "GET", with_token(live, "/"))[0] == 200
             assert time.monotonic() - begun < 5
-            # They were told by the end of the connection, and their places are free again.
+            # They are told by the end of the connection.
             assert silent[0].recv(1) == b""
             assert silent[-1].recv(1) == b""
         finally:
             for connection in silent:
                 connection.close()
-        deadline = time.monotonic() + 20
-        while live._open and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert live._open == 0
-        assert not live._reading
 
 
 def random_request(draw: random.Random, port: int, token: str) -> bytes:
@@ -416,7 +432,17 @@ def random_request(draw: random.Random, port: int, token: str) -> bytes:
     junk = lambda most: bytes(draw.randrange(256) for _ in range(draw.randrange(most)))  # noqa: E731
     method = draw.choice([b"GET", b"POST", b"HEAD", b"OPTIONS", b"", b"G\x00T", b"__init__", junk(9)])
     path = draw.choice(
-        [b"/", b"/api/replay", b"/api/about", b"/../../x", b"http://evil/", b"//", b"/live.js?a=b#c", junk(60)]
+        [
+            b"/",
+            b"/?token=" + token.encode(),
+            b"/api/replay",
+            b"/api/about",
+            b"/../../x",
+            b"http://evil/",
+            b"//",
+            b"/live.js?a=b#c",
+            junk(60),
+        ]
     )
     version = draw.choice([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"HTTP/x", b"HTTP/1.1.1", b"", junk(9)])
     lines = [b" ".join((method, path, version))]
@@ -502,10 +528,11 @@ def test_the_command_serves_until_it_is_interrupted(recording: Path) -> None:
             assert process.stdout is not None
             started = json.loads(process.stdout.readline())
             connection = http.client.HTTPConnection(HOST, started["port"], timeout=30)
-            connection.request("GET", "/")
+            address, _, query = started["url"].partition("?")
+            connection.request("GET", f"/?{query}")
             assert connection.getresponse().status == 200
             connection.close()
-            assert started["url"] == f"http://127.0.0.1:{started['port']}/"
+            assert address == f"http://127.0.0.1:{started['port']}/"
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
             assert process.stderr is not None

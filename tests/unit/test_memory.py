@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import mostly_slow
 from torch import nn
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.memory import MemoryEstimate, gradient_bytes, peak_memories, peak_memory
+from offbeat.cost.memory import MemoryEstimate, gradient_bytes, peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.graph.capture import capture
 from offbeat.plan import lower
@@ -113,7 +114,8 @@ def test_recomputed_modules_keep_only_their_input():
 def test_a_server_holds_the_state_and_the_others_none():
     graph = mlp().with_optimizer("AdamW", 2)
     strategy = everywhere(graph, Shard(synchronizer="parameter_server", placement=(1,)))
-    found = peak_memories(lower(graph, TWO, strategy))
+    plan = lower(graph, TWO, strategy)
+    found = [peak_memory(plan, rank) for rank in plan.replicas]
     assert found[0].optimizer_state == 0
     assert found[1].optimizer_state == pytest.approx(2 * found[1].weights, abs=SCALARS)
     assert found[0].weights == found[1].weights
@@ -121,7 +123,9 @@ def test_a_server_holds_the_state_and_the_others_none():
 
 def test_sharded_state_is_spread_over_the_ranks():
     graph = mlp().with_optimizer("AdamW", 2)
-    for found in peak_memories(lower(graph, TWO, everywhere(graph, Shard(synchronizer="sharded")))).values():
+    plan = lower(graph, TWO, everywhere(graph, Shard(synchronizer="sharded")))
+    for rank in plan.replicas:
+        found = peak_memory(plan, rank)
         assert found.optimizer_state == pytest.approx(found.weights, abs=SCALARS)
         assert found.communication >= found.weights, "its parts of the gradients, as they came and as they are applied"
 
@@ -151,10 +155,9 @@ def test_sparse_gradients_hold_their_rows():
 
 
 def test_a_rank_without_a_replica_is_refused():
-    plan = lower(mlp(), TWO, Strategy(replicas=(1,)))
-    assert peak_memory(plan).total > 0
-    with pytest.raises(OffbeatError, match=r"rank 0 holds no replica; the replicas are on ranks \[1\]"):
-        peak_memory(plan, 0)
+    plan = lower(mlp(), TWO, Strategy())
+    with pytest.raises(OffbeatError, match=r"rank 2 holds no replica; the replicas are on ranks \[0, 1\]"):
+        peak_memory(plan, 2)
 
 
 def test_every_strategy_of_the_plan_layer_has_an_estimate():
@@ -185,7 +188,9 @@ def _benchmark():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw"])
-@pytest.mark.parametrize("name", ["vgg16", "resnet50", "bert_base", "gpt2", "transformer"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["vgg16", "resnet50", "bert_base", "gpt2", "transformer"], ["resnet50", "gpt2"])
+)
 def test_the_estimate_is_what_torch_allocates(name, optimizer):
     run = _benchmark().compare(name, scale=0.12, batch=4, optimizer=optimizer)
     assert abs(run["relative_error"]) < 0.06, run

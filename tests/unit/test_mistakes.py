@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import mostly_slow
 
 import offbeat
 from offbeat.cli import main
@@ -60,10 +62,10 @@ def test_a_wrong_model(command: tuple[str, ...], folder: Path, capsys: pytest.Ca
 
 
 def test_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offbeat.cli import machine
+    from offbeat.cli import doctor
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    root = next(finding for finding in machine.examine() if finding.what == "root")
+    root = next(finding for finding in doctor.examine() if finding.what == "root")
     assert not root.works
     assert "user namespaces" in root.verdict, "what is needed instead"
 
@@ -81,15 +83,16 @@ def test_a_cluster_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     cluster = offbeat.ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us")
     monkeypatch.setattr("offbeat.api.join_job", lambda timeout: None)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    job = SimpleNamespace(size=2, rank=0, global_ranks=lambda: [0, 1])
+    monkeypatch.setattr("offbeat.api.torch_world", lambda group: job)
     with pytest.raises(OffbeatError, match="has 4 devices, the job has 2 ranks"):
         offbeat.distribute(model, torch.optim.SGD(model.parameters()), cluster=cluster)
 
 
 def test_no_gpu() -> None:
-    from offbeat.cli import machine
+    from offbeat.cli import doctor
 
-    cuda = next(finding for finding in machine.examine() if finding.what == "cuda")
+    cuda = next(finding for finding in doctor.examine() if finding.what == "cuda")
     assert cuda.works == torch.cuda.is_available()
     assert cuda.works or "gloo" in cuda.verdict, "what runs instead"
 
@@ -164,7 +167,7 @@ def test_every_command_is_interrupted_somewhere() -> None:
     assert names == set(LONG)
 
 
-@pytest.mark.parametrize("command", LONG)
+@pytest.mark.parametrize("command", mostly_slow(LONG, ("clusters", "optimize", "run", "emulate", "demo", "view")))
 def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
     timeline.save("t.json")
     Path("endless.py").write_text(ENDLESS)

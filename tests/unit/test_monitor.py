@@ -28,7 +28,7 @@ class Engine:
     """As much of Offbeat's engine as the monitor sees."""
 
     def __init__(self, name: str = "overlap") -> None:
-        self.observer: Any = None
+        self.reports = SimpleNamespace(observer=None)
         self.steps = 0
         self.mode = "deferred"
         self.step_hooks: list[Any] = []
@@ -36,13 +36,13 @@ class Engine:
 
     def step(self, waited: float = 0.0) -> bool:
         """Whether somebody was told of it."""
-        told = self.observer is not None
+        told = self.reports.observer is not None
         if told:
-            self.observer.local("wait", (0,), 1.0, 1.0 + waited)
-            self.observer.local("update", (0,), 0.0, 5.0)
+            self.reports.observer.local("wait", (0,), 1.0, 1.0 + waited)
+            self.reports.observer.local("update", (0,), 0.0, 5.0)
             for issued, finished in ((1.0, 1.5), (1.25, 2.0), (3.0, 3.5)):
                 at = 10 * self.steps + issued
-                self.observer.communication(0, None, at, at, at + finished - issued)
+                self.reports.observer.communication(0, None, at, at, at + finished - issued)
         self.steps += 1
         return told
 
@@ -98,7 +98,7 @@ def test_the_engine_is_observed_in_the_last_steps_of_a_period_only() -> None:
     # Two of the collectives overlap.
     assert [reading.network_seconds for reading in monitor.readings] == [1.5] * 3
     assert monitor.readings[0].strategy == "overlap in deferred mode"
-    assert engine.observer is None
+    assert engine.reports.observer is None
 
 
 @pytest.mark.usefixtures("equal_steps")
@@ -106,11 +106,11 @@ def test_a_recorder_comes_first_and_a_new_engine_is_followed() -> None:
     model = torch.nn.Linear(4, 4)
     engine, recorder = attach(model, Engine()), SimpleNamespace(local=lambda *_: None, communication=lambda *_: None)
     with Monitor(model, every=2, stream=io.StringIO()) as monitor:
-        engine.observer = recorder
+        engine.reports.observer = recorder
         for _ in range(3):
             model(torch.ones(1, 4))
             engine.step()
-        assert engine.observer is recorder
+        assert engine.reports.observer is recorder
         engine = attach(model, Engine("searched"))
         for _ in range(4):
             model(torch.ones(1, 4))
@@ -126,11 +126,19 @@ def test_predictions_and_mistakes() -> None:
     model = torch.nn.Linear(4, 4)
     timeline = Timeline(marks=np.array([[0.0, 0.25, 0.5]]))
     assert Monitor(model, predicted=timeline).predicted_seconds == 0.25
-    for every in (0, -1, 2.5):
-        with pytest.raises(OffbeatError, match=f"every: {every} is not a number of steps"):
+    for every, said in (
+        (0, "every: 0 is not a number of steps"),
+        (-1, "every: -1 is not a number of steps"),
+        (2.5, "every must be a whole number, got 2.5"),
+    ):
+        with pytest.raises(OffbeatError, match=said):
             Monitor(model, every=every)  # type: ignore[arg-type]
-    for predicted in (0.0, "fast", True):
-        with pytest.raises(OffbeatError, match="is neither seconds, a Timeline nor 'measure'"):
+    for predicted, said in (
+        (0.0, "predicted: 0.0 is not a number of seconds above 0"),
+        ("fast", "predicted must be a number, a Timeline, 'measure' or None, got 'fast'"),
+        (True, "predicted must be a number, a Timeline, 'measure' or None, got True"),
+    ):
+        with pytest.raises(OffbeatError, match=said):
             Monitor(model, predicted=predicted)  # type: ignore[arg-type]
 
 

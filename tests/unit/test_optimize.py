@@ -1,4 +1,4 @@
-"""The optimiser: its fast oracle against replay, its result against exhaustive search, its limits and its switches."""
+"""The optimiser: compiled seconds against replay, its result against exhaustive search, its limits and its switches."""
 
 import json
 from dataclasses import replace
@@ -6,8 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from cases import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace_jobs import jobs_of
 from strategies import Layer, Weight, make_graph, random_graphs, random_strategies
 
 from offbeat import zoo
@@ -18,15 +20,16 @@ from offbeat.graph import ModelGraph
 from offbeat.plan import lower
 from offbeat.plan.schedule import priority_order
 from offbeat.search.anneal import anneal, bound
-from offbeat.search.chain import chain_of
+from offbeat.search.arrange import arranged
 from offbeat.search.explain import explain
-from offbeat.search.optimize import STARTS, optimize, search
-from offbeat.search.oracle import Oracle, arrays_of, step_seconds
-from offbeat.search.pace import jobs_of, search_fusion
-from offbeat.search.pace_strategy import pace_strategy
-from offbeat.search.passes import pass_names, register_pass, unregister_pass
-from offbeat.search.passes.tensor_fusion import better_fused, flipped
-from offbeat.simulate import simulate
+from offbeat.search.optimize import STARTS, optimize, predict, search
+from offbeat.search.pace import search_fusion
+from offbeat.search.pace.strategy import pace_strategy
+from offbeat.search.passes import PASSES, register_pass
+from offbeat.search.passes.arrangement import better_fused, flipped
+from offbeat.simulate import simulate, step_seconds
+from offbeat.simulate.fast.arrays import arrays_of
+from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
 
 WORKERS = 4
@@ -66,8 +69,7 @@ def exhaustive(graph: ModelGraph, costs: Costs, parts: tuple[int, ...] = (1, 2, 
             jobs = np.repeat(np.arange(len(counts)), counts)
             occupied = [fit.occupied(plan.messages[job].bytes / counts[job]) for job in jobs]
             issued = priority_order(ends[jobs], occupied, [float(urgency[job]) for job in jobs], [-1] * len(jobs))
-            step = replace(
-                arrays,
+            step = arrays._replace(
                 ready=arrays.ready[jobs[issued]],
                 part=arrays.part[jobs[issued]],
                 occupied=np.array(occupied)[issued],
@@ -106,18 +108,20 @@ def replicated(strategy: Strategy) -> Strategy:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_oracle_equals_replay(data):
+def test_compiled_seconds_equal_replay(data):
     graph = data.draw(random_graphs())
     cluster = ClusterSpec.homogeneous(nodes=3, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="16GiB")
     strategy = replicated(data.draw(random_strategies(graph, cluster, everything=True)))
     costs = data.draw(costs_of())
     plan = lower(graph, cluster, strategy)
+    if data.draw(st.booleans()):
+        plan = plan.reordered(data.draw(st.permutations(plan.issue_order)))
     arrays = arrays_of(plan, costs)
     assert arrays is not None
     assert arrays.seconds() == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
 
 
-def test_oracle_leaves_servers_to_replay():
+def test_servers_are_left_to_replay():
     graph, costs = random_case(0)
     plan = lower(graph, CLUSTER, build_strategy("ps", graph, CLUSTER))
     assert arrays_of(plan, costs) is None
@@ -126,27 +130,28 @@ def test_oracle_leaves_servers_to_replay():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.data())
-def test_chain_predicts_what_its_strategy_takes(seed, data):
+def test_an_arrangement_takes_what_its_strategy_takes(seed, data):
     graph, costs = random_case(seed, layers=6)
     costs = replace(costs, portions=data.draw(st.booleans()))
-    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    gradients = gradients_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
     flags = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
     parts = data.draw(st.lists(st.integers(1, 5), min_size=6, max_size=6))
-    state = chain.state(barrier=data.draw(st.booleans()))
-    state = replace(state, borders=np.array(flags) | chain.forced, parts=np.array(parts))
-    plan = lower(graph, CLUSTER, chain.strategy(state, Strategy()))
-    assert chain.seconds(state) == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
-    assert bound(chain, state.barrier) <= chain.seconds(state) * (1 + 1e-9)
+    arrangement = gradients.arrangement(barrier=data.draw(st.booleans()))
+    arrangement = replace(arrangement, borders=np.array(flags) | gradients.forced, parts=np.array(parts))
+    plan = lower(graph, CLUSTER, arranged(gradients, arrangement, Strategy()))
+    assert gradients.seconds(arrangement) == pytest.approx(simulate(plan, costs, memory=False).iteration_time, abs=1e-9)
+    assert bound(gradients, arrangement.barrier) <= gradients.seconds(arrangement) * (1 + 1e-9)
 
 
-def test_optimiser_against_exhaustive_search():
-    """100 random plans: at least 95 as good as the best of all fusions and partitions, the rest within 2%."""
+@pytest.mark.parametrize("plans", mostly_slow((20, 100), [20]))
+def test_optimiser_against_exhaustive_search(plans):
+    """Of random plans 95% are as good as the best of all fusions and partitions, the rest within 2%."""
     ratios = []
-    for seed in range(100):
+    for seed in range(plans):
         graph, costs = random_case(seed)
         found = search(graph, CLUSTER, costs=costs, passes=CHAIN_PASSES, rounds=4).seconds
         ratios.append(found / exhaustive(graph, costs))
-    assert sum(ratio <= 1 + 1e-6 for ratio in ratios) >= 95
+    assert sum(ratio <= 1 + 1e-6 for ratio in ratios) >= 0.95 * plans
     assert max(ratios) <= 1.02
 
 
@@ -163,11 +168,10 @@ def test_prediction_of_the_result_is_replays():
 def test_never_worse_than_builders(seed, mode):
     graph, costs = random_case(seed, layers=7)
     found = search(graph, CLUSTER, costs=costs, rounds=2, mode=mode)
-    oracle = Oracle(graph, CLUSTER, costs)
     for name in STARTS:
         strategy = build_strategy(name, graph, CLUSTER)
         if mode == "auto" or strategy.schedule.mode == "barrier":
-            assert found.seconds <= oracle.seconds(strategy) * (1 + 1e-9)
+            assert found.seconds <= predict(graph, CLUSTER, costs, strategy) * (1 + 1e-9)
     assert mode == "auto" or found.strategy.schedule.mode == "barrier"
 
 
@@ -200,20 +204,23 @@ def test_same_seed_same_strategy():
 
 def test_annealing_never_loses_its_start():
     graph, costs = random_case(4, layers=10)
-    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
-    for state in (chain.state(), chain.state(fused=True), chain.state(barrier=True)):
-        found = anneal(chain, state, rounds=2)
-        assert found.seconds <= chain.seconds(state)
-        assert found.rounds <= 2
+    gradients = gradients_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    for arrangement in (
+        gradients.arrangement(),
+        gradients.arrangement(fused=True),
+        gradients.arrangement(barrier=True),
+    ):
+        found = anneal(gradients, arrangement, rounds=2)
+        assert gradients.seconds(found) <= gradients.seconds(arrangement)
 
 
 @given(st.integers(0, 10**6))
 def test_theorem_2_tells_when_two_tensors_are_better_fused(seed):
     graph, costs = random_case(seed, layers=2)
-    chain = chain_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
-    apart = chain.state(barrier=True)
+    gradients = gradients_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
+    apart = gradients.arrangement(barrier=True)
     together = flipped(apart, 1)
-    assert (better_fused(chain, apart) == [1]) == (chain.seconds(together) < chain.seconds(apart) - 1e-12)
+    assert (better_fused(gradients, apart) == [1]) == (gradients.seconds(together) < gradients.seconds(apart) - 1e-12)
 
 
 def test_pace_strategy_takes_what_pace_predicts():
@@ -222,13 +229,14 @@ def test_pace_strategy_takes_what_pace_predicts():
         graph, costs = random_case(seed, layers=8)
         fit = CollectiveFit(2e-4, 0.0, costs.collectives[("all_reduce", WORKERS)].seconds_per_byte)
         costs = Costs(collectives={("all_reduce", WORKERS): fit})
-        oracle = Oracle(graph, CLUSTER, costs)
         strategy = pace_strategy(graph, CLUSTER, costs, coarsen=False)
         jobs = jobs_of(graph, 1.0, 1.0)
         makespan = search_fusion(jobs.ready, jobs.sizes, jobs.tail, fit.seconds_per_byte, fit.overhead_seconds).makespan
-        assert oracle.seconds(strategy) == pytest.approx(makespan, rel=1e-3)
+        assert predict(graph, CLUSTER, costs, strategy) == pytest.approx(makespan, rel=1e-3)
         for name in ("wfbp", "horovod", "tictac", "overlap"):
-            assert oracle.seconds(strategy) <= oracle.seconds(build_strategy(name, graph, CLUSTER)) * (1 + 1e-9)
+            assert predict(graph, CLUSTER, costs, strategy) <= predict(
+                graph, CLUSTER, costs, build_strategy(name, graph, CLUSTER)
+            ) * (1 + 1e-9)
 
 
 def test_pace_cuts_the_end_off_a_long_slice_where_updates_come_in_portions():
@@ -243,14 +251,8 @@ def test_pace_cuts_the_end_off_a_long_slice_where_updates_come_in_portions():
     last = in_portions.schedule.order[-1]
     assert len(in_portions.schedule.order) > len(at_once.schedule.order)
     assert (last.stop - last.start) * 4 < 0.2 * graph.variable("layers.2.weight").bytes
-    saved = Oracle(graph, CLUSTER, together).seconds(at_once) - Oracle(graph, CLUSTER, together).seconds(in_portions)
+    saved = predict(graph, CLUSTER, together, at_once) - predict(graph, CLUSTER, together, in_portions)
     assert saved > 0.7 * updates[graph.phase("optimizer")[-1].name]
-
-
-def test_pace_strategy_refuses_servers():
-    graph, costs = random_case(1)
-    with pytest.raises(OffbeatError, match=r"pace: strategy 'ps' cuts variables"):
-        pace_strategy(graph, CLUSTER, costs, base=build_strategy("ps", graph, CLUSTER))
 
 
 def test_registered_pass_runs_and_replay_decides():
@@ -265,15 +267,13 @@ def test_registered_pass_runs_and_replay_decides():
         return [slow, best]
 
     try:
-        assert pass_names().index("known") < pass_names().index("schedule")
         found = search(graph, CLUSTER, costs=costs, passes=["known"], rounds=0)
         with pytest.raises(OffbeatError, match="a pass named 'known' exists already"):
             register_pass("known")(lambda candidate, problem: [])
     finally:
-        unregister_pass("known")
+        del PASSES["known"]
     assert seen
-    assert found.seconds == pytest.approx(Oracle(graph, CLUSTER, costs).seconds(best))
-    assert "known" not in pass_names()
+    assert found.seconds == pytest.approx(predict(graph, CLUSTER, costs, best))
 
 
 @pytest.mark.parametrize(
@@ -341,16 +341,15 @@ def test_explanation_adds_up():
     graph, costs = random_case(13, layers=8)
     strategy = optimize(graph, CLUSTER, costs=costs, rounds=4)
     told = explain(strategy, graph, CLUSTER, costs)
-    oracle = Oracle(graph, CLUSTER, costs)
-    assert told.step_seconds == oracle.seconds(strategy)
-    assert told.ddp_seconds == oracle.seconds(build_strategy("ddp", graph, CLUSTER))
+    assert told.step_seconds == predict(graph, CLUSTER, costs, strategy)
+    assert told.ddp_seconds == predict(graph, CLUSTER, costs, build_strategy("ddp", graph, CLUSTER))
     assert told.gain_over_ddp >= told.gain_over_next >= 0
     assert told.step_seconds >= told.bound_seconds * (1 - 1e-9)
     worth = [each.worth_seconds for each in told.decisions]
     assert worth == sorted(worth, reverse=True)
     modes = [each for each in told.decisions if each.name == "mode"]
     barrier = strategy.model_copy(update={"schedule": strategy.schedule.model_copy(update={"mode": "barrier"})})
-    assert modes[0].without_seconds == oracle.seconds(barrier)
+    assert modes[0].without_seconds == predict(graph, CLUSTER, costs, barrier)
     assert json.loads(json.dumps(told.to_dict()))["bound_seconds"] == told.bound_seconds
     assert "faster than DDP" in told.text()
 

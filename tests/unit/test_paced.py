@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from paced import DECAY, DeviceClock, PacedLayer, PacedModel, layers_of
 
-from offbeat.emulate import DeviceClock, PacedLayer, PacedModel
-from offbeat.emulate.paced import DECAY, layers_of, paced
 from offbeat.errors import OffbeatError
 from offbeat.graph.model import ModelGraph, Operator, TensorSpec, Variable
 
@@ -142,8 +141,6 @@ def test_bad_layers_are_refused():
         PacedLayer("a", {}, -1, 0)
     with pytest.raises(OffbeatError, match="same name"):
         PacedModel([PacedLayer("a", {}, 0, 0)] * 2)
-    with pytest.raises(OffbeatError, match="both are needed"):
-        paced(two_module_graph())
 
 
 def test_graph_is_paced_by_the_flops_of_its_modules():
@@ -153,7 +150,7 @@ def test_graph_is_paced_by_the_flops_of_its_modules():
     # Forward: 30 in a, 10 in relu after it, 60 in b.c. Backward, from the end: 120 in b.c, 20 in relu, 60 in a.
     assert (first.forward_seconds, second.forward_seconds) == pytest.approx((4.0, 6.0))
     assert (first.backward_seconds, second.backward_seconds) == pytest.approx((6.0, 14.0))
-    model = paced(two_module_graph(), 0.0, 0.0)
+    model = PacedModel.from_graph(two_module_graph(), 0.0, 0.0)
     assert [name for name, _ in model.named_parameters()] == ["a.weight", "b.c.weight", "b.c.bias"]
 
 

@@ -1,19 +1,29 @@
 """Meshes and tensor maps become layouts, parts tile their tensors, and calls are split as their configuration says."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from operator_calls import CALLS, call, ones
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import offbeat
 from offbeat.errors import StrategyError
-from offbeat.runtime.sharded.axes import Axis, Call
-from offbeat.runtime.sharded.exchange import plan_exchange
-from offbeat.runtime.sharded.layout import (
+from offbeat.runtime.sharded.calls import run_part
+from offbeat.runtime.sharded.planning import Split, plan_splits, tensors_of, variable_layouts
+from offbeat.runtime.sharded.trace import trace_forward
+from offbeat.sharding.calls import Axis, Call
+from offbeat.sharding.exchange import plan_exchange
+from offbeat.sharding.layout import (
     SUM,
     WHOLE,
     box_of,
@@ -23,10 +33,7 @@ from offbeat.runtime.sharded.layout import (
     prime_factors,
     shortest_part,
 )
-from offbeat.runtime.sharded.planning import plan_splits, variable_layouts
-from offbeat.runtime.sharded.rules import axes_of
-from offbeat.runtime.sharded.trace import trace_forward
-from offbeat.runtime.sharded.views import leading_pairs
+from offbeat.sharding.rules import axes_of, leading_pairs
 from offbeat.strategy import OperatorConfig, Strategy
 
 aten = torch.ops.aten
@@ -116,59 +123,19 @@ def test_views_keep_the_leading_axis_of_merged_ones():
     assert leading_pairs((6, 4), (4, 6)) == [(0, 0)]
 
 
-def call(target, *args, **kwargs) -> Call:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    results = target(*args, **kwargs)
-    outputs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
-    return Call(target, args, kwargs, tuple(tensors), outputs)
-
-
-def ones(*shape: int) -> torch.Tensor:
-    return torch.ones(shape)
-
-
-CALLS = {
-    "mm": lambda: call(aten.mm.default, ones(4, 6), ones(6, 8)),
-    "addmm": lambda: call(aten.addmm.default, ones(8), ones(4, 6), ones(6, 8)),
-    "bmm": lambda: call(aten.bmm.default, ones(2, 4, 6), ones(2, 6, 8)),
-    "mv": lambda: call(aten.mv.default, ones(4, 6), ones(6)),
-    "add": lambda: call(aten.add.Tensor, ones(4, 6), ones(4, 1)),
-    "where": lambda: call(aten.where.self, ones(4, 6) > 0, ones(6), ones(4, 6)),
-    "sum": lambda: call(aten.sum.dim_IntList, ones(4, 6, 2), [1]),
-    "sum all": lambda: call(aten.sum.default, ones(4, 6)),
-    "mean": lambda: call(aten.mean.dim, ones(4, 6, 2), [-1], True),
-    "softmax": lambda: call(aten._softmax.default, ones(4, 6), 1, False),
-    "max": lambda: call(aten.max.dim, ones(4, 6), 0),
-    "convolution": lambda: call(
-        aten.convolution.default, ones(4, 6, 5, 5), ones(8, 6, 3, 3), ones(8), [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    ),
-    "permute": lambda: call(aten.permute.default, ones(2, 4, 6), [2, 0, 1]),
-    "transpose": lambda: call(aten.transpose.int, ones(2, 4, 6), -1, 0),
-    "select": lambda: call(aten.select.int, ones(4, 2, 6), 1, 0),
-    "split": lambda: call(aten.split.Tensor, ones(4, 6), 3, 1),
-    "cat": lambda: call(aten.cat.default, [ones(4, 6), ones(4, 2)], 1),
-    "stack": lambda: call(aten.stack.default, [ones(4, 6), ones(4, 6)], 1),
-    "gather": lambda: call(aten.gather.default, ones(4, 6), 1, ones(4, 2).long()),
-    "pool": lambda: call(aten.max_pool2d_with_indices.default, ones(4, 6, 8, 8), [2, 2]),
-    "layer_norm": lambda: call(aten.native_layer_norm.default, ones(4, 6, 8), [8], ones(8), ones(8), 1e-5),
-    "batch_norm": lambda: call(
-        aten._native_batch_norm_legit_functional.default, ones(4, 6), *[ones(6)] * 4, True, 0.1, 1e-5
-    ),
-    "pad": lambda: call(aten.constant_pad_nd.default, ones(4, 6, 8), [1, 1]),
-}
-
-
 def random_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_floating_point:
         return torch.randn(tensor.shape, dtype=torch.float64)
     return torch.randint(2, tensor.shape).to(tensor.dtype)
 
 
-def halves(tensor: torch.Tensor, axis: int, index: int) -> torch.Tensor:
-    """The index-th part; an argument to be added once is zero for all but the first."""
-    if axis >= 0:
-        return tensor.chunk(2, axis)[index]
-    return tensor * 0 if axis < SUM and index else tensor
+def part_of(call: Call, axis: Axis, inputs: list[torch.Tensor], index: int) -> tuple[torch.Tensor, ...]:
+    """What one of two ranks computes of a call that is split along an axis."""
+    given, made = (tuple((place,) for place in places) for places in (axis.inputs, axis.outputs))
+    split = Split(None, call, (axis,), given, given, made, made)
+    rank = SimpleNamespace(place=(index,), box=lambda shape, layout: box_of(shape, layout, (2,), index))
+    parts = [t.chunk(2, place)[index] if place >= 0 else t for t, place in zip(inputs, axis.inputs, strict=True)]
+    return run_part(split, parts, rank)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -178,26 +145,58 @@ def test_a_call_is_the_sum_or_the_row_of_its_parts(name: str):
     axes = axes_of(drawn)
     assert axes
     inputs = [random_like(tensor) for tensor in drawn.inputs]
-
-    def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if isinstance(drawn.args[0], list):
-            results = drawn.target(tensors, *drawn.args[1:])
-        else:
-            left = iter(tensors)
-            args = [next(left) if isinstance(arg, torch.Tensor) else arg for arg in drawn.args]
-            results = drawn.target(*args)
-        return [results] if isinstance(results, torch.Tensor) else list(results)
-
-    whole = run(inputs)
+    left = iter(inputs)
+    args = pytree.tree_map_only(torch.Tensor, lambda _: next(left), drawn.args)
+    whole = tensors_of(drawn.target(*args, **drawn.kwargs))
     for axis in axes:
-        parts = [run([halves(t, a, i) for t, a in zip(inputs, axis.inputs, strict=True)]) for i in range(2)]
+        first, second = (part_of(drawn, axis, inputs, index) for index in range(2))
         for position, expected in enumerate(whole):
-            first, second = parts[0][position], parts[1][position]
             along = axis.outputs[position]
             if along == WHOLE:
                 continue
-            together = first + second if along == SUM else torch.cat([first, second], along)
+            pieces = first[position], second[position]
+            together = sum(pieces) if along == SUM else torch.cat(pieces, along)
             assert torch.allclose(together, expected, rtol=0, atol=1e-12), (axis, position)
+
+
+@pytest.fixture
+def mesh():
+    """Two ranks that exchange nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def dtensor_outputs(call: Call, axis: Axis, mesh: DeviceMesh) -> list[int] | None:
+    """How DTensor says the results are split; None if it runs no such call, or on other parts."""
+    left = iter(zip(call.inputs, axis.inputs, strict=True))
+
+    def part(_: torch.Tensor) -> DTensor:
+        tensor, place = next(left)
+        placement = Shard(place) if place >= 0 else Replicate()
+        return DTensor.from_local(tensor.chunk(2, max(place, 0))[0] if place >= 0 else tensor, mesh, [placement])
+
+    try:
+        with CommDebugMode() as traffic:
+            results = tensors_of(call.target(*pytree.tree_map_only(torch.Tensor, part, call.args), **call.kwargs))
+    except (NotImplementedError, RuntimeError):
+        return None
+    found = [result.placements[0] for result in results]
+    return None if traffic.get_total_counts() else [
+        SUM if place.is_partial() else place.dim if place.is_shard() else WHOLE for place in found
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_axes_are_those_of_dtensor_where_it_knows_the_operator(mesh):
+    agreed = 0
+    # DTensor takes the channels of a convolution that is split by them to be whole.
+    for drawn in (make() for name, make in CALLS.items() if "convolution" not in name):
+        for axis in axes_of(drawn):
+            found = dtensor_outputs(drawn, axis, mesh) if min(axis.inputs) >= WHOLE else None
+            assert found in (None, list(axis.outputs)), (drawn.name, axis)
+            agreed += found is not None
+    assert agreed > 30
 
 
 def test_an_operator_without_a_rule_and_one_that_draws_have_no_axes():

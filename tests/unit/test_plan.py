@@ -152,6 +152,18 @@ def test_accumulation_repeats_compute_and_synchronises_once(graph, cluster):
     assert all(not s.reads for s in four.segments if s.microbatch > 0)
 
 
+def test_passes_of_the_training_loop_are_whole_batches(graph, cluster):
+    """The loop's own accumulation: each pass computes a batch, the updates of a step come once."""
+    one = lower(graph, cluster, Strategy())
+    six = lower(replace(graph, passes=3), cluster, Strategy(accumulation=2))
+    assert six.communication == one.communication
+    for phase, times in (("forward", 3), ("backward", 3), ("optimizer", 1)):
+        flops = [sum(s.flops for s in plan.segments if s.phase == phase) for plan in (one, six)]
+        assert flops[1] == pytest.approx(times * flops[0])
+    assert {s.microbatch for s in six.segments if s.completes} == {5}
+    assert {s.microbatch for s in six.segments if s.reads} == {0}
+
+
 def test_recomputation_trades_activations_for_a_second_forward(graph, cluster):
     graph = replace(
         graph,
@@ -185,7 +197,7 @@ def test_check_catches_broken_plans(graph, cluster):
         "do not cover": replace(
             plan, messages=messages[:-1], tasks=tuple(t for t in tasks if t.message != len(messages) - 1)
         ),
-        "no single issue order": replace(plan, tasks=(tasks[1], tasks[0], *tasks[2:])),
+        "of a task before it": replace(plan, tasks=(tasks[0], replace(tasks[1], index=tasks[0].index), *tasks[2:])),
         "not issued before": replace(plan, tasks=(replace(tasks[0], after=(5,)), *tasks[1:])),
         "hold no replica": replace(plan, tasks=(replace(tasks[0], ranks=(0, 9)), *tasks[1:])),
         "gradients of": replace(

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from offbeat.graph.model import ELEMENTWISE
 from offbeat.plan import Message, Piece
-from offbeat.runtime.parcels import Parcel
-from offbeat.runtime.portions import Portions
-from offbeat.runtime.updates import Unit, UnitOptimizer
+from offbeat.runtime.engine.portions import Portions
+from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 from offbeat.strategy import Encoder
 
 SHAPES = ((37, 11), (5,), (130,), (3, 4, 7))
@@ -19,7 +19,7 @@ TOTAL = 37 * 11 + 5 + 130 + 84
 OPTIONS: dict[str, dict] = {"SGD": {"momentum": 0.9, "weight_decay": 0.01}, "Adam": {"amsgrad": True}}
 
 
-def make_parcel(parameters: dict[str, torch.nn.Parameter]) -> Parcel:
+def make_synchroniser(parameters: dict[str, torch.nn.Parameter]) -> Synchroniser:
     pieces = tuple(Piece(name, tuple((0, length) for length in p.shape)) for name, p in parameters.items())
     message = Message(
         index=0,
@@ -36,7 +36,7 @@ def make_parcel(parameters: dict[str, torch.nn.Parameter]) -> Parcel:
         gradient_bytes=4 * TOTAL,
         parameter_bytes=0,
     )
-    return Parcel(message, parameters, None, 0, 1.0)  # type: ignore[arg-type]
+    return Synchroniser(message, parameters, None, 0, 1.0)  # type: ignore[arg-type]
 
 
 def make_model(name: str, **options) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
@@ -59,12 +59,12 @@ def give_gradients(parameters: dict[str, torch.nn.Parameter], step: int) -> None
 def updated_once() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer, Portions]:
     """SGD with momentum after one update at once, so that its state is there."""
     parameters, optimizer = make_model("SGD", momentum=0.9)
-    parcel = make_parcel(parameters)
+    synchroniser = make_synchroniser(parameters)
     unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
     give_gradients(parameters, 0)
-    parcel.load()
+    synchroniser.load()
     unit.step()
-    return parameters, optimizer, Portions(parcel, unit)
+    return parameters, optimizer, Portions(synchroniser, unit, ())
 
 
 def same(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> bool:
@@ -85,16 +85,16 @@ def test_portions_end_as_an_update_at_once(name: str, cuts: list[int]) -> None:
     options = OPTIONS.get(name, {})
     expected, reference = make_model(name, **options)
     parameters, optimizer = make_model(name, **options)
-    parcel = make_parcel(parameters)
+    synchroniser = make_synchroniser(parameters)
     unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
-    portions = Portions(parcel, unit)
-    assert Portions.fit(parcel, unit)
+    portions = Portions(synchroniser, unit, ())
+    assert Portions.fit(synchroniser, unit)
     assert portions.possible() == bool(optimizer.state)
     for step in range(4):
         give_gradients(expected, step)
         reference.step()
         give_gradients(parameters, step)
-        parcel.load()
+        synchroniser.load()
         if portions.possible():
             for reached in (*sorted(cuts), TOTAL):
                 portions.apply(reached, frozenset())
@@ -110,7 +110,7 @@ def test_an_unused_variable_is_left_alone() -> None:
     before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     state = copy.deepcopy(optimizer.state[parameters["p2"]])
     give_gradients(parameters, 1)
-    portions.parcel.load()
+    portions.synchroniser.load()
     portions.apply(300, frozenset({id(parameters["p2"])}))
     portions.apply(TOTAL, frozenset({id(parameters["p2"])}))
     portions.end()
@@ -121,7 +121,7 @@ def test_an_unused_variable_is_left_alone() -> None:
 def test_plain_sgd_needs_no_state() -> None:
     parameters, optimizer = make_model("SGD")
     unit = UnitOptimizer(optimizer, type(optimizer), [Unit(p, p) for p in parameters.values()])
-    assert Portions(make_parcel(parameters), unit).possible()
+    assert Portions(make_synchroniser(parameters), unit, ()).possible()
 
 
 def test_elements_in_another_order_are_updated_at_once() -> None:

@@ -4,6 +4,7 @@ Run as a script, it writes the JSON Schemas in docs/ again.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,7 @@ COMMANDS = [
     "replay",
     "calibrate",
     "report",
+    "view",
     "optimize",
     "run",
     "emulate",
@@ -64,7 +66,6 @@ COMMANDS = [
     "doctor",
     "tune",
     "trials",
-    "view",
 ]
 
 
@@ -83,6 +84,32 @@ def test_exported_names() -> None:
 def test_every_name_can_be_used(name: str) -> None:
     assert getattr(offbeat, name) is not None
     assert name in dir(offbeat)
+
+
+def test_type_checkers_see_the_names(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import offbeat\n"
+        "graph = offbeat.capture(None, None)\n"
+        "cluster = offbeat.ClusterSpec.load('cluster.yaml')\n"
+        "reveal_type(offbeat.build_strategy('ddp', graph, cluster))\n"
+        "reveal_type(offbeat.lower(graph, cluster, offbeat.Strategy.load('s.json')).messages)\n"
+        "reveal_type(offbeat.simulate(offbeat.lower(graph, cluster, offbeat.Strategy.load('s.json'))).iteration_time)\n"
+        "offbeat.captures\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache")]
+    # As where Offbeat is installed from its wheel.
+    variables = {**os.environ, "MYPYPATH": str(ROOT)}
+    shown = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path, env=variables
+    ).stdout
+    seen = [line.partition("train.py:")[2] for line in shown.splitlines()]
+    assert [line.partition(": ")[0] for line in seen] == ["4", "5", "6", "7"], shown
+    assert "offbeat.strategy.model.Strategy" in seen[0]
+    assert "offbeat.plan.model.Message" in seen[1]
+    assert '"float"' in seen[2]
+    assert 'has no attribute "captures"' in seen[3]
 
 
 def test_unknown_names_are_refused() -> None:
@@ -154,10 +181,18 @@ def test_example_of_the_cluster_file() -> None:
 def test_every_field_is_documented(document: str, model: str) -> None:
     schema = SCHEMAS[f"{model}.schema.json"]()
     fields = {name for part in (schema, *schema["$defs"].values()) for name in part["properties"]}
-    # The splits of single operators are not executed yet, so only the field that holds them is described.
+    # The search writes the splits of single operators, so only the field that holds them is described.
     fields -= {"mesh", "inputs", "outputs", "keep"}
     text = Path(ROOT, document).read_text()
     assert {name for name in fields if not re.search(rf"`{name}`|\"{name}\"|^- {name}:|{name}:", text)} == set()
+
+
+@pytest.mark.parametrize("document", [*Path(ROOT, "docs").glob("*.md"), ROOT / "README.md"], ids=lambda path: path.name)
+def test_documents_name_modules_that_exist(document: Path) -> None:
+    folders = ("offbeat", "benchmarks", "tests", "tools", "examples")
+    known = [f"/{path.relative_to(ROOT)}" for folder in folders for path in Path(ROOT, folder).rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)(?:::\w+)?`", document.read_text())
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
 
 
 if __name__ == "__main__":

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rehearsal import measure
+from rehearsal.estimate import Timings, estimate
+from rehearsal.measure import time_calls, time_shifts
+from rehearsal.rehearse import Move, Part, Rehearsal, Shift, rehearse
 from torch import nn
 
 from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.errors import OffbeatError
 from offbeat.graph import capture
-from offbeat.runtime.sharded import measure
-from offbeat.runtime.sharded.layout import SUM, WHOLE
-from offbeat.runtime.sharded.measure import time_calls, time_shifts
-from offbeat.runtime.sharded.rehearse import Move, Part, Rehearsal, Shift, rehearse
 from offbeat.runtime.sharded.trace import Program, trace_forward
 from offbeat.search.frontier.baselines import data_parallel
-from offbeat.search.frontier.estimate import Estimate, Timings, estimate, refined
 from offbeat.search.frontier.find import ModelFrontier, find_frontier
-from offbeat.search.frontier.resharding import FineMesh
+from offbeat.sharding.layout import SUM, WHOLE
+from offbeat.sharding.rescheduling import FineMesh
 
 WORLD = 2
 
@@ -164,10 +164,3 @@ def test_every_call_of_a_step_can_be_measured(parallel: Rehearsal):
     seconds = time_calls(list(parallel.calls), rounds=2)
     assert len(seconds) == len(parallel.calls)
     assert all(0 < value < 10 for value in seconds)
-
-
-def test_points_estimated_again_are_a_frontier_again(frontier: ModelFrontier):
-    assert len(frontier.points) >= 2
-    again = refined(frontier, {0: Estimate(2.0, 1.0, 100.0), 1: Estimate(1.0, 1.0, 90.0)})
-    assert [(point.time_seconds, point.memory_bytes) for point in again.points] == [(2.0, 90.0)]
-    assert again.points[0].strategy == frontier.points[1].strategy

@@ -22,12 +22,11 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import Plan, lower
-from offbeat.profile.measure import load_profile
+from offbeat.profile.measure import Profile, load_profile
 from offbeat.profile.whatif import what_if
 from offbeat.report import advice as advice_module
 from offbeat.report import make_report, render, write_report
-from offbeat.report.pack import levels, pack_scene, pack_timeline
-from offbeat.report.scene import MOST_LANES, critical_by_step, make_scene
+from offbeat.report.scene import MOST_LANES, critical_by_step, levels, make_scene, pack_scene, pack_timeline
 from offbeat.search.frontier.model import Frontier, FrontierPoint
 from offbeat.simulate import simulate
 from offbeat.strategy import build_strategy
@@ -42,6 +41,10 @@ def small_plan(nodes: int = 2) -> Plan:
     cluster = ClusterSpec.homogeneous(nodes=nodes, devices_per_node=2, bandwidth="1Gbit/s")
     graph = make_graph(layers, name="chain")
     return lower(graph, cluster, build_strategy("ddp", graph, cluster))
+
+
+def simulated(plan: Plan, costs: Costs) -> Profile:
+    return Profile(simulate(plan, costs), plan.graph, plan.cluster, plan.strategy, costs, job="offbeat", notes=())
 
 
 def two_ranks(slow: float = 1.0, name: str = "piece", steps: int = 3) -> Timeline:
@@ -214,7 +217,8 @@ def test_a_million_random_spans_stay_below_the_limit() -> None:
 def test_critical_paths_of_all_steps_are_those_of_single_steps() -> None:
     timeline = two_ranks(slow=1.4)
     for step, positions in critical_by_step(timeline):
-        assert positions.tolist() == critical_positions(timeline, step).tolist()
+        single = replace(timeline, marks=timeline.marks[:, step : step + 2])
+        assert positions.tolist() == critical_positions(single).tolist()
     assert [step for step, _ in critical_by_step(timeline)] == [0, 1, 2]
     scene = make_scene(timeline)
     path = [(step, scene.rows[row].label) for step, row, _, _ in scene.critical.tolist()]
@@ -260,8 +264,7 @@ def test_a_long_trace_is_replayed_in_its_last_steps(monkeypatch: pytest.MonkeyPa
 def test_a_recorded_job_is_compared_explained_and_replayed(tmp_path: Path) -> None:
     folder = write_job(tmp_path / "job")
     profile = load_profile(folder)
-    report = make_report(folder)
-    assert report.title == "job"
+    report = make_report(profile)
     assert report.comparison is not None
     same = what_if(profile, ())[0].iteration_time
     assert report.comparison.predicted_step_seconds == pytest.approx(same)
@@ -282,16 +285,16 @@ def test_a_recorded_job_is_compared_explained_and_replayed(tmp_path: Path) -> No
     assert report.explanations[1].strategy == report.help.best.strategy.name
 
 
-def test_a_plan_is_simulated() -> None:
+def test_a_simulated_job_is_reported_without_a_comparison() -> None:
     plan = small_plan()
-    report = make_report(plan, what_ifs=False)
+    report = make_report(simulated(plan, Costs()), what_ifs=False)
     assert report.timeline.source == "predicted"
     assert report.step_seconds == pytest.approx(simulate(plan).iteration_time)
     assert report.comparison is None
     assert report.help is None
     assert len(set(report.nodes.values())) == 2
     assert report.to_dict()["peak_memory_bytes"] == list(simulate(plan).peak_memory)
-    slower = make_report(plan, costs=Costs(compute_scale={1: 4.0}))
+    slower = make_report(simulated(plan, Costs(compute_scale={1: 4.0})))
     assert slower.step_seconds > report.step_seconds
     assert slower.help is not None
     assert any(row.label == "No straggler (rank 1)" for row in slower.help.rows)
@@ -350,7 +353,7 @@ class Page(HTMLParser):
 
 def hostile_page() -> str:
     timeline = replace(two_ranks(name=HOSTILE), notes=(HOSTILE,), names=(HOSTILE, HOSTILE + "grad"))
-    return render(make_report(timeline, title=HOSTILE, nodes={0: HOSTILE, 1: HOSTILE}))
+    return render(replace(make_report(timeline, title=HOSTILE), nodes={0: HOSTILE, 1: HOSTILE}))
 
 
 def test_nothing_of_a_trace_becomes_markup() -> None:
@@ -401,7 +404,7 @@ def test_command_writes_the_page_and_prints_the_same_numbers(
     assert printed.pop("output") == str(output)
     assert printed.pop("output_bytes") == output.stat().st_size
     again = tmp_path / "again.html"
-    assert printed == json.loads(json.dumps(write_report(again, trace).to_dict()))
+    assert printed == json.loads(json.dumps(write_report(again, Timeline.load(trace), title=trace.name).to_dict()))
     assert again.read_bytes() == output.read_bytes()
 
     assert main(["report", str(trace), "-o", str(output), "--no-what-ifs"]) == 0

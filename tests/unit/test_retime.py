@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat import theft
+from offbeat import cpu_steal
 from offbeat.cost.measured import in_a_row
 from offbeat.profile import calibrate
-from offbeat.runtime.retime import MOST_SLOWED, Services
+from offbeat.runtime.retime import MOST_SLOWED, CollectiveTimings
 
 LATENCY, PER_BYTE = 1e-3, 1e-8
 
 
-def observed(*steps: list[tuple[float, float, int]]) -> Services:
-    services = Services()
+def observed(*steps: list[tuple[float, float, int]]) -> CollectiveTimings:
+    services = CollectiveTimings()
     for number, spans in enumerate(steps):
         for issued, finished, size in spans:
             task: Any = SimpleNamespace(wire_bytes=size)
@@ -80,7 +80,7 @@ def test_a_calibration_that_neighbours_disturbed_is_made_once_more(
         def share(self) -> float:
             return left.pop(0)
 
-    monkeypatch.setattr(calibrate, "Theft", Known)
+    monkeypatch.setattr(calibrate, "CpuSteal", Known)
     monkeypatch.setattr(calibrate, "largest", lambda channel, share: share)
     monkeypatch.setattr(calibrate, "measure", lambda channel, kind, device: [(attempts[-1], 0.0, 0.0)])
     samples = calibrate._least_disturbed(None, torch.device("cpu"))  # type: ignore[arg-type] # nothing is sent
@@ -88,13 +88,13 @@ def test_a_calibration_that_neighbours_disturbed_is_made_once_more(
     assert not left
 
 
-def test_theft_is_what_the_kernel_counts_as_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steal_is_what_the_kernel_counts_as_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = iter([[100, 0, 50, 800, 0, 0, 0, 10], [140, 0, 60, 820, 0, 0, 0, 40]])
-    monkeypatch.setattr(theft, "_ticks", lambda: next(counted))
-    assert theft.Theft().share() == pytest.approx(0.3)
+    monkeypatch.setattr(cpu_steal, "_ticks", lambda: next(counted))
+    assert cpu_steal.CpuSteal().share() == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("text", ["", "cpu", "cpu  1 2 3\nintr 5", "cpu  no numbers at all"])
 def test_where_the_kernel_does_not_say_nothing_is_stolen(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(theft.Path, "read_text", lambda path: text)
-    assert theft.Theft().share() == 0.0
+    monkeypatch.setattr(cpu_steal.Path, "read_text", lambda path: text)
+    assert cpu_steal.CpuSteal().share() == 0.0

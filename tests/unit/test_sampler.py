@@ -11,7 +11,7 @@ from strategies import Layer, Weight, make_graph, random_graphs
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
-from offbeat.search.auto.neighbours import draft_of, vary
+from offbeat.search.auto.neighbours import as_drawn, vary
 from offbeat.search.auto.sampler import Sampler, Space, balance_loads, merge_adjacent
 from offbeat.strategy import Shard, VariableConfig, build_strategy
 from offbeat.strategy.model import SERVERS
@@ -77,7 +77,7 @@ def test_neighbours_keep_what_they_do_not_change():
         }
     )
     sampler = Sampler(graph, here, 0)
-    assert sampler.complete(draft_of(sampler, odd)).variables == odd.variables
+    assert as_drawn(sampler, odd).variables == odd.variables
     near = vary(sampler, odd, 40)
     same = [s for s in near if s.variables == odd.variables]
     assert same, "some change the schedule alone"
@@ -85,7 +85,7 @@ def test_neighbours_keep_what_they_do_not_change():
     counts = [len({c.shards[0].group for c in s.variables.values()}) for s in near if s.schedule == odd.schedule]
     assert min(counts) < max(counts)
     served = build_strategy("ps_load_balanced", graph, here)
-    assert sampler.complete(draft_of(sampler, served)).variables == served.variables
+    assert as_drawn(sampler, served).variables == served.variables
 
 
 def test_size_thresholds_rule_partitioning():
@@ -148,10 +148,3 @@ def test_both_architectures_and_schedules_are_drawn():
     owners = {shard.owner for s in strategies for c in s.variables.values() for shard in c.shards}
     assert owners == {None, 0, 1, 2, 3}
     assert any(shard.synchronizer in SERVERS for s in strategies for c in s.variables.values() for shard in c.shards)
-
-
-def test_a_bad_space_is_refused():
-    with pytest.raises(OffbeatError, match="small_bytes 9 is above large_bytes 3"):
-        Space(small_bytes=9, large_bytes=3)
-    with pytest.raises(OffbeatError, match=r"deferred_share 1\.5 is not a share"):
-        Space(deferred_share=1.5)

@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.simulate import replay
-from offbeat.simulate.expand import expand_steps
+from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, build_strategy, builders
 
@@ -194,7 +194,7 @@ def test_an_expanded_collective_alone_takes_what_was_measured(kind: str, shard: 
     plan = replace(plan, tasks=(only,), messages=plan.messages)
     costs = Costs(collectives={(kind, 4): CollectiveFit(2e-3, 1e-3, 5e-9)})
     roles = find_roles(plan, {}, fold=False)
-    expanded = expand_steps(plan, costs, roles, 1)
+    expanded = ExpandedSteps(plan, costs, roles, 1)
     assert replay(expanded.graph()).iteration_time == pytest.approx(3e-3 + 5e-9 * only.wire_bytes, rel=1e-9)
 
 
@@ -309,7 +309,7 @@ def test_costs_are_read_as_they_were_written() -> None:
     assert Costs.from_dict(written) == costs
     assert Costs.from_dict({key: value for key, value in written.items() if key != "straight"}).straight is False
     for wrong in (1, 0.0, None, "much"):
-        with pytest.raises(OffbeatError, match="costs in a file: not a costs file: ValueError"):
+        with pytest.raises(OffbeatError, match="costs in a file: not a costs file: straight: "):
             Costs.from_dict(written | {"straight": wrong}, "costs in a file")
 
 

@@ -23,7 +23,7 @@ def watch_of(
             return next(shares)
 
     monkeypatch.setattr(job.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(job, "Theft", Known)
+    monkeypatch.setattr(job, "CpuSteal", Known)
     watch = job.Stopwatch({**TASK, **task})
     with suppress(job._Ended):
         while True:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import mostly_slow
 from strategies import Layer, Weight, make_graph
 
 from offbeat.cluster import ClusterSpec
@@ -20,7 +21,7 @@ from offbeat.strategy import Schedule, Strategy
 GRAPH = make_graph([Layer((Weight("a.weight", (8, 8)),), 100), Layer((Weight("b.weight", (4, 8)),), 100)])
 CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="1GiB")
 OTHER = ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="1GiB")
-KILLS = 30
+KILLS = (5, 30)
 
 # Writes numbered trials for ever, and says on stdout which ones it was told are stored.
 WRITER = """
@@ -43,16 +44,17 @@ def trial(number: int) -> Trial:
 
 def start_writer(store: Path, first: int, stop: int) -> subprocess.Popen[bytes]:
     here = str(Path(__file__).parent)
-    program = WRITER.format(path=[here, str(Path(here).parents[1])], store=str(store))
+    shared = str(Path(here).parent / "shared")
+    program = WRITER.format(path=[here, shared, str(Path(here).parents[1])], store=str(store))
     return subprocess.Popen([sys.executable, "-c", program, str(first), str(stop)], stdout=subprocess.PIPE)
 
 
 def test_a_trial_comes_back_as_it_was(tmp_path):
     kept = Trial(trial(0).strategy, "crashed", error="rank 1 exited with code 3", search="s", predicted_seconds=0.4)
     with TrialStore(tmp_path / "t.sqlite") as store:
-        assert store.add(GRAPH, CLUSTER, trial(0)) is True
-        assert store.add(GRAPH, CLUSTER, replace(kept, search="other")) is True
-        assert store.add(GRAPH, CLUSTER, trial(0)) is False, "the same strategy in the same search"
+        assert store.add(GRAPH, CLUSTER, trial(0)) == 1
+        assert store.add(GRAPH, CLUSTER, replace(kept, search="other")) == 1
+        assert store.add(GRAPH, CLUSTER, trial(0)) == 0, "the same strategy in the same search"
         store.add(GRAPH, OTHER, trial(1))
     with TrialStore(tmp_path / "t.sqlite") as store:
         first, second = store.trials(GRAPH.digest, CLUSTER.digest)
@@ -86,7 +88,7 @@ def test_a_bad_file_names_its_line_and_stores_nothing(tmp_path):
     lines = next((tmp_path / "out").glob("*/trials.jsonl"))
     lines.write_text(lines.read_text() + '{"search": "s"}\n')
     with TrialStore(tmp_path / "b.sqlite") as store:
-        with pytest.raises(OffbeatError, match=r"trials\.jsonl:2: not a trial: KeyError at 'strategy'"):
+        with pytest.raises(OffbeatError, match=r"trials\.jsonl:2: not a trial: strategy: it is required"):
             store.import_folder(tmp_path / "out")
         assert store.domains() == []
         with pytest.raises(OffbeatError, match="holds no domain"):
@@ -99,16 +101,15 @@ def test_what_is_no_store_is_refused_in_one_sentence(tmp_path):
         TrialStore(tmp_path / "text")
     with pytest.raises(OffbeatError, match="cannot open the trial store"):
         TrialStore(tmp_path / "no" / "folder.sqlite")
-    with pytest.raises(OffbeatError, match="status 'lost' is not one of"):
-        Trial(trial(0).strategy, "lost")  # type: ignore[arg-type]
-    with pytest.raises(OffbeatError, match="must be positive, not None"):
+    with pytest.raises(ValueError, match="must be positive, not None"):
         Trial(trial(0).strategy, "done")
 
 
 @pytest.mark.timeout(200)
-def test_thirty_kills_lose_nothing(tmp_path):
+@pytest.mark.parametrize("kills", mostly_slow(KILLS, [5]))
+def test_killed_writers_lose_nothing(tmp_path, kills):
     path, chance, promised = tmp_path / "t.sqlite", random.Random(6), set()
-    for kill in range(KILLS):
+    for kill in range(kills):
         writer = start_writer(path, kill * 10_000, (kill + 1) * 10_000)
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"open\n"
@@ -125,7 +126,7 @@ def test_thirty_kills_lose_nothing(tmp_path):
     assert promised, "no writer lived long enough to write anything"
     # A trial may be stored without having been announced, never the other way round.
     assert promised <= found.keys()
-    assert len(found.keys() - promised) <= KILLS
+    assert len(found.keys() - promised) <= kills
     assert all(replace(kept, created=0.0) == trial(number) for number, kept in found.items())
 
 

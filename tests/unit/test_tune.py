@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from tuning_cases import CLUSTER, GRAPH, HIDDEN, run
@@ -33,11 +34,11 @@ from offbeat.search.auto.select import (
 from offbeat.search.auto.session import target_name
 from offbeat.search.auto.store import Trial, TrialStore
 from offbeat.search.auto.tune import MARGIN, Options, tune
-from offbeat.simulate.learned.ranking import Schedule, Simulator
+from offbeat.simulate.learned.ranking import TrainingSchedule
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import build_strategy
 
-SHORT = Schedule(epochs=6)
+SHORT = TrainingSchedule(epochs=6)
 KILLS = 30
 
 # A search whose trials take a moment, so that kills fall between and into them.
@@ -117,7 +118,10 @@ def test_similarity_by_expression_and_by_embedding():
     assert embedding_similarity(np.zeros(2), np.ones(2)) == 0.0
 
 
-@pytest.mark.parametrize("guide", ["random", "predefined", "replay", "autosync", "combined"])
+GUIDES = ("random", "predefined", "replay", "autosync", "combined")
+
+
+@pytest.mark.parametrize("guide", mostly_slow(GUIDES, set(GUIDES) - {"autosync"}))
 def test_every_guide_spends_its_budget_and_finds_the_best_of_its_trials(guide):
     seen = []
     options = Options(trials=18, guide=guide, candidates=30, schedule=SHORT)
@@ -300,7 +304,9 @@ def test_trials_of_another_release_do_not_stop_a_search():
         replace(trial, strategy=trial.strategy.model_copy(update={"graph": "another"}))
         for trial in run(Sampler(GRAPH, CLUSTER, 0).sample(3), None)
     ]
-    assert Guide("combined", GRAPH, CLUSTER).add_domain(GRAPH, CLUSTER, trials) == 0
+    guide = Guide("combined", GRAPH, CLUSTER)
+    guide.add_domain(GRAPH, CLUSTER, trials)
+    assert not guide.earlier
 
 
 def test_the_learned_model_leads_only_where_it_has_ordered_trials_better():
@@ -368,10 +374,6 @@ def test_bad_options_are_refused():
         Options(guide="luck")  # type: ignore[arg-type]
     with pytest.raises(OffbeatError, match="similarity: 'taste'"):
         Options(similarity="taste")
-    with pytest.raises(OffbeatError, match="guide: 'luck' is not one of"):
-        Guide("luck", GRAPH, CLUSTER)  # type: ignore[arg-type]
-    with pytest.raises(OffbeatError, match="a linear model was given"):
-        Guide("combined", GRAPH, CLUSTER, simulator=Simulator("linear"))
     with pytest.raises(OffbeatError, match="needs the trial store"):
         tune(GRAPH, CLUSTER, run, Options(resume=True))
 

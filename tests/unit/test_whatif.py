@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -14,11 +15,12 @@ from offbeat.cluster import ClusterSpec, Node
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
+from offbeat.plan.model import sent_per_byte
+from offbeat.profile.calibrate import cluster_of, link_of, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
-from offbeat.profile.survey import cluster_of, link_of, slowest
-from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, sent_per_byte, what_if, with_workers
-from offbeat.simulate import simulate
-from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
+from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, what_if, with_workers
+from offbeat.simulate import simulate, step_seconds
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import Timeline
 
 LAYERS, ELEMENTS = 3, 500_000
@@ -26,14 +28,27 @@ BYTES = 4 * ELEMENTS
 OVERHEAD, PER_BYTE = 2e-4, 1e-8
 COMPUTE = 1e-3
 STEPS = 9
+LISTS = ("calls", "forward", "backward", "local", "communication")
 
 
-def write_job(folder: Path, ranks: int = 2, job: str = "ddp", seconds: float = COMPUTE) -> Path:
-    """Traces as the recorder writes them: a chain of layers, an all-reduce of each gradient, one update."""
+def write_job(
+    folder: Path,
+    ranks: int = 2,
+    job: str = "ddp",
+    seconds: float = COMPUTE,
+    syncs: Sequence[bool] = (True,),
+    *,
+    line_per_pass: bool = False,
+) -> Path:
+    """Traces as the recorder writes them: a chain of layers, an all-reduce of each gradient, one update.
+
+    `syncs` has an entry for each pass of a step: whether its gradients are sent. With `line_per_pass` the training loop
+    has called the recorder's step() after each of them.
+    """
     folder.mkdir(exist_ok=True)
     names = [f"{layer}.weight" for layer in range(LAYERS)]
     header = {
-        "offbeat_trace": 1,
+        "offbeat_trace": 2,
         "world": ranks,
         "backend": "gloo",
         "job": job,
@@ -47,8 +62,13 @@ def write_job(folder: Path, ranks: int = 2, job: str = "ddp", seconds: float = C
     for rank in range(ranks):
         lines, now = [{**header, "rank": rank}], 0.0
         for step in range(STEPS):
-            line, now = _step(step, now, seconds, names)
-            lines.append(line)
+            for place, sync in enumerate(syncs):
+                last = place == len(syncs) - 1
+                line, now = _pass(step * len(syncs) + place, now, seconds, names, ranks, sync=sync, update=last)
+                if place and not line_per_pass:
+                    lists = {key: [*lines[-1][key], *line[key]] for key in LISTS}
+                    line = {**line, **lists, "begin": lines.pop()["begin"]}
+                lines.append(line)
         (folder / f"rank{rank}.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     fit = CollectiveFit(OVERHEAD, 0.0, PER_BYTE)
     costs = Costs(collectives={("all_reduce", ranks): fit})
@@ -56,7 +76,9 @@ def write_job(folder: Path, ranks: int = 2, job: str = "ddp", seconds: float = C
     return folder
 
 
-def _step(number: int, begin: float, seconds: float, names: Sequence[str]) -> tuple[dict[str, object], float]:
+def _pass(
+    number: int, begin: float, seconds: float, names: Sequence[str], ranks: int, *, sync: bool, update: bool
+) -> tuple[dict[str, Any], float]:
     at = begin
     forward, backward, sent = [], [], []
     for layer in range(LAYERS):
@@ -66,14 +88,18 @@ def _step(number: int, begin: float, seconds: float, names: Sequence[str]) -> tu
     for layer in reversed(range(LAYERS)):
         at += seconds
         backward.append([layer, at])
+        if not sync:
+            continue
         issued = max(at, link)
         # What precedes the bytes of the later ones passes while those before them are on the wire.
         link = issued + (0.0 if sent else OVERHEAD) + PER_BYTE * BYTES
-        sent.append([LAYERS - 1 - layer, "all_reduce", names[layer], BYTES, 2, at, issued, link])
-    end = link + 1e-4
-    local = [["forward", [], begin, 0.0], ["optimizer", [], link, end]]
-    line = {"step": number, "begin": begin, "end": end, "forward": forward, "forward_end": forward_end}
-    return {**line, "backward": backward, "local": local, "communication": sent, "complete": True}, end
+        sent.append([LAYERS - 1 - layer, "all_reduce", names[layer], BYTES, ranks, at, issued, link])
+    done = link if sync else at
+    end = done + 1e-4 if update else done
+    local = [["optimizer", [], done, end]] if update else []
+    line = {"step": number, "begin": begin, "end": end, "calls": [[begin, forward_end]], "forward": forward}
+    line |= {"backward": backward, "local": local, "communication": sent}
+    return {**line, "complete": True, "updated": update}, end
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +122,55 @@ def test_unchanged_it_is_as_measured(profile: Profile) -> None:
     assert words == "as measured"
     assert predicted.iteration_time == pytest.approx(profile.step_seconds, rel=0.01)
     assert predicted.source == "predicted"
+
+
+@pytest.mark.parametrize("line_per_pass", [False, True], ids=["a line a step", "a line a pass"])
+def test_a_step_that_accumulates_gradients(profile: Profile, tmp_path: Path, line_per_pass: bool) -> None:
+    """Four passes of which only the last synchronises: what comes before it hides nothing and waits for nothing."""
+    folder = write_job(tmp_path / "job", syncs=(False, False, False, True), line_per_pass=line_per_pass)
+    found = load_profile(folder)
+    assert (found.graph.passes, found.synchronisations) == (4, 1)
+    assert len(found.graph.operators) == len(profile.graph.operators)
+    assert found.step_seconds == pytest.approx(profile.step_seconds + 3 * 2 * LAYERS * COMPUTE, rel=1e-6)
+    assert seconds(found) == pytest.approx(found.step_seconds, rel=0.01)
+    for change in ("bandwidth=0.5x", "workers=8"):
+        gained = seconds(found, change) - seconds(found)
+        assert gained == pytest.approx(seconds(profile, change) - seconds(profile), rel=0.01)
+    # Only the last backward pass hides what is sent, and only the first forward waits for it.
+    overlapped = seconds(found, "strategy=wfbp", "bandwidth=0.1x")
+    assert overlapped == pytest.approx(
+        6 * LAYERS * COMPUTE + seconds(profile, "strategy=wfbp", "bandwidth=0.1x"), rel=0.01
+    )
+    fast = build_strategy("overlap", found.graph, found.cluster)
+    plan = lower(found.graph, found.cluster, fast)
+    assert step_seconds(plan, found.costs) == pytest.approx(simulate(plan, found.costs).iteration_time, rel=1e-6)
+
+
+def test_a_job_that_synchronises_in_every_pass(profile: Profile, tmp_path: Path) -> None:
+    """It is replayed as it was recorded; another strategy is predicted as if it had used no_sync()."""
+    found = load_profile(write_job(tmp_path / "job", syncs=(True, True, True)))
+    assert (found.graph.passes, found.synchronisations) == (3, 3)
+    assert found.step_seconds == pytest.approx(3 * profile.step_seconds - 2e-4, rel=1e-6)
+    assert seconds(found) == pytest.approx(found.step_seconds, rel=0.01)
+    assert seconds(found, "bandwidth=0.5x") > 1.3 * found.step_seconds
+    once = load_profile(write_job(tmp_path / "once", syncs=(False, False, True)))
+    assert seconds(found, "strategy=ddp") == pytest.approx(seconds(once, "strategy=ddp"), rel=0.01)
+    assert any("3 times a step; with model.no_sync()" in note for note in found.timeline.notes)
+    with pytest.raises(OffbeatError, match="synchronises 3 times a step, which no plan does; add strategy=BUILDER"):
+        what_if(found, ["workers=8"])
+
+
+@pytest.mark.parametrize("job", ["ddp", "offbeat", "other"])
+def test_one_rank_is_replayed_without_links(tmp_path: Path, job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """DDP and Offbeat issue all-reduces among one rank, too, which say nothing of any link."""
+    folder = write_job(tmp_path / "job", ranks=1, job=job)
+    assert main(["replay", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == 1
+    assert abs(facts["replay_error"]) < 0.01
+    assert not facts["diagnosis"]["communication_seen"]
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    assert main(["optimize", str(folder), "--time-limit", "1"]) == 0
 
 
 def base(profile: Profile) -> float:

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cases import mostly_slow
 
 from offbeat import zoo
 from offbeat.errors import OffbeatError
-from offbeat.zoo import scaling
+from offbeat.zoo import blocks
 
 # Trainable parameters and tensors at full size.
 PUBLISHED = {
@@ -48,6 +49,7 @@ PAPERS = {
 }
 BATCHES = {"vgg16": 32, "bert_3l": 32, "bert_large": 8, "ncf_dense": 256, "gpt2": 8}
 SMALL = 0.05
+QUICK = ("vgg16", "densenet121", "transformer", "ncf_sparse", "lm1b", "bert_3l", "gpt2", "mlp")
 
 
 def _on_meta(name: str, scale: float = 1.0, **options: object) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -118,7 +120,7 @@ def test_output_layers_are_tied_to_embeddings_where_published(name: str, expecte
     assert _tied(_on_meta(name)[0]) == expected
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", mostly_slow(zoo.names(), QUICK))
 def test_small_model_trains(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = zoo.build(name, SMALL)
@@ -257,11 +259,11 @@ def test_bad_arguments_are_named(arguments: dict[str, object], message: str) -> 
 
 def test_scaling_functions_keep_full_size_exact() -> None:
     for size in (1, 7, 65, 66, 1000):
-        assert scaling.width(size, 1.0) == size
-        assert scaling.length(size, 1.0) == size
-        assert scaling.depth(size, 1.0) == size
-        assert scaling.samples(size, 1.0, None) == size
-    assert scaling.heads(25, 64, 1.0) == (25, 64)
+        assert blocks.width(size, 1.0) == size
+        assert blocks.length(size, 1.0) == size
+        assert blocks.depth(size, 1.0) == size
+        assert blocks.samples(size, 1.0, None) == size
+    assert blocks.heads(25, 64, 1.0) == (25, 64)
 
 
 def test_listing_names_does_not_import_torch() -> None:
@@ -269,7 +271,7 @@ def test_listing_names_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", mostly_slow(zoo.names(), QUICK))
 def test_small_model_captures_by_the_joint_path(name: str) -> None:
     graph = zoo.capture(name, SMALL)
     model, inputs = _on_meta(name, SMALL)
@@ -298,6 +300,7 @@ print(graph.source, graph.parameter_count, seconds, resource.getrusage(resource.
 """
 
 
+@pytest.mark.slow
 def test_bert_large_is_captured_without_its_weights() -> None:
     run = subprocess.run([sys.executable, "-c", FULL_SIZE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

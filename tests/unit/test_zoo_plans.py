@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from cases import mostly_slow
 
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
@@ -46,9 +47,12 @@ def test_small_options_name_builders() -> None:
     assert SMALL_OPTIONS.keys() <= set(builders())
 
 
+QUICK = ("vgg16", "bert_3l", "lm1b", "ncf_sparse")
+
+
 # The model varies slowest, so that only one graph is in use at a time.
 @pytest.mark.parametrize("builder", builders())
-@pytest.mark.parametrize("model", zoo.names())
+@pytest.mark.parametrize("model", mostly_slow(zoo.names(), QUICK))
 def test_small_models_lower(model: str, builder: str) -> None:
     lower_everywhere(captured(model, SMALL_SCALE), builder, **SMALL_OPTIONS.get(builder, {}))
 

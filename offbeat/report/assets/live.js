@@ -16,7 +16,6 @@
   let ranking = { key: "", rows: new Map(), failed: new Map() };
 
   class Refused extends Error {}
-  class Superseded extends Error {}
 
   async function ask(name, content) {
     const reply = await fetch(`/api/${name}`, {
@@ -24,7 +23,6 @@
       headers: { "Content-Type": "application/json", "X-Offbeat-Token": token },
     });
     const answer = await reply.json();
-    if (answer.superseded) throw new Superseded();
     if (!reply.ok || answer.refused) throw new Refused(answer.refused || answer.error);
     return answer;
   }
@@ -81,12 +79,7 @@
         await draw(answer, chosen, since);
         if (!wanted) tell("");
       } catch (error) {
-        if (!(error instanceof Superseded)) tell(explained(error));
-        else if (!wanted) {
-          // Another window has asked for something newer; this one's turn comes after it.
-          await new Promise((resolve) => { setTimeout(resolve, QUIET_MILLISECONDS); });
-          wanted = wanted || chosen;
-        }
+        tell(explained(error));
       }
     }
     busy = false;

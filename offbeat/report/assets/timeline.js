@@ -229,8 +229,7 @@ const Timeline = (() => {
     }
 
     listen() {
-      this.resized = new ResizeObserver(() => { this.overviewBins = null; this.draw(); });
-      this.resized.observe(this.scroller);
+      new ResizeObserver(() => { this.overviewBins = null; this.draw(); }).observe(this.scroller);
       this.scroller.addEventListener("scroll", () => this.draw());
       this.scroller.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
       this.scroller.addEventListener("keydown", (event) => this.onKey(event));
@@ -243,14 +242,8 @@ const Timeline = (() => {
       });
       this.overview.addEventListener("pointerdown", (event) => this.onOverview(event));
       this.overview.addEventListener("pointermove", (event) => { if (event.buttons) this.onOverview(event); });
-      this.themed = new MutationObserver(() => { this.readColours(); this.draw(); });
-      this.themed.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    }
-
-    destroy() {
-      this.resized.disconnect();
-      this.themed.disconnect();
-      this.container.replaceChildren();
+      new MutationObserver(() => { this.readColours(); this.draw(); })
+        .observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
     }
 
     fit() { this.show(0, this.scene.seconds); }

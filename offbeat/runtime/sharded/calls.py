@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from offbeat.runtime.sharded.axes import ONCE, Call
 from offbeat.runtime.sharded.grid import Grid
-from offbeat.runtime.sharded.layout import SUM
-from offbeat.runtime.sharded.planning import Split
+from offbeat.runtime.sharded.planning import Split, tensors_of
+from offbeat.sharding.calls import ONCE, Call
+from offbeat.torch_private import pytree, schema_of
 
 _MEAN, _SUM = 1, 2
 _RESHAPING = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
@@ -19,10 +18,8 @@ _RESHAPING = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
 def run_part(split: Split, locals_: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
     """Runs the call on parts; the results have the layouts `split.results`."""
     inputs = [_added_once(split, position, local, grid) for position, local in enumerate(locals_)]
-    special = _SPECIAL.get(split.call.name)
-    if special is not None:
-        return special(split, inputs, grid)
-    return tensors_of(_call(split.call, inputs))
+    special = _SPECIAL.get(split.call.name) or (_SUMMED.get(split.call.name) if split.sums() else None)
+    return tensors_of(_call(split.call, inputs) if special is None else special(split, inputs, grid))
 
 
 def finish(split: Split, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -32,16 +29,12 @@ def finish(split: Split, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def tensors_of(results: Any) -> tuple[Tensor, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
-
-
 def _call(call: Call, inputs: Sequence[Tensor], **changed: Any) -> Any:
     """The operator with other tensors, and with some arguments changed by name."""
     remaining = iter(inputs)
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), (call.args, call.kwargs))
     args = list(args)
-    for position, argument in enumerate(call.target._schema.arguments):
+    for position, argument in enumerate(schema_of(call.target).arguments):
         if argument.name in changed:
             if position < len(args):
                 args[position] = changed[argument.name]
@@ -62,53 +55,56 @@ def _local_shape(split: Split, grid: Grid) -> tuple[int, ...]:
     return grid.box(split.call.outputs[0].shape, split.results[0]).sizes
 
 
-def _reshape(split: Split, inputs: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
-    return (inputs[0].reshape(_local_shape(split, grid)),)
+def _convolution(split: Split, inputs: Sequence[Tensor], grid: Grid) -> Tensor:
+    groups = split.call.argument("groups")
+    if groups > 1:
+        groups = groups * inputs[0].shape[1] // split.call.inputs[0].shape[1]
+    return _call(split.call, inputs, groups=groups)
 
 
-def _expand(split: Split, inputs: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
-    return (inputs[0].expand(_local_shape(split, grid)),)
-
-
-def _embedding(split: Split, inputs: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
-    """With rows split, looks up those held here; the others' terms of the sum are zero."""
+def _embedding(split: Split, inputs: Sequence[Tensor], grid: Grid) -> Tensor:
+    """Looks up the rows held here; the others' terms of the sum are zero."""
     table, indices = inputs
-    if SUM not in split.results[0]:
-        return tensors_of(_call(split.call, inputs))
     box = grid.box(split.call.inputs[0].shape, split.inputs[0])
     first, count = box.starts[0], box.sizes[0]
     elsewhere = (indices < first) | (indices >= first + count)
     padding = split.call.argument("padding_idx", -1)
     padding = padding - first if first <= padding < first + count else -1
     rows = _call(split.call, (table, (indices - first).masked_fill(elsewhere, 0)), padding_idx=padding)
-    return (rows.masked_fill(elsewhere.unsqueeze(-1), 0),)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def _class_loss(split: Split, inputs: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
-    """Sums of losses and of weights; `finish` divides where a mean is asked for."""
-    if not split.sums():
-        return tensors_of(_call(split.call, inputs))
-    return tensors_of(_call(split.call, inputs, reduction=_SUM))
+def _mean(split: Split, inputs: Sequence[Tensor], grid: Grid) -> Tensor:
+    """A part's mean counts for its share of the elements."""
+    result = _call(split.call, inputs)
+    whole = split.call.inputs[0].numel() // split.call.outputs[0].numel()
+    return result * (inputs[0].numel() // result.numel() / whole)
 
 
-def _element_loss(split: Split, inputs: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
-    if not split.sums():
-        return tensors_of(_call(split.call, inputs))
+def _element_loss(split: Split, inputs: Sequence[Tensor], grid: Grid) -> Tensor:
     total = _call(split.call, inputs, reduction=_SUM)
     if split.call.argument("reduction") == _MEAN:
         total = total / torch.broadcast_shapes(*(tensor.shape for tensor in split.call.inputs)).numel()
-    return (total,)
+    return total
 
 
 _CLASS_LOSSES = ("nll_loss_forward", "nll_loss2d_forward")
-_Special = Callable[[Split, Sequence[Tensor], Grid], tuple[Tensor, ...]]
+_ELEMENT_LOSSES = (
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits"
+)
+_Special = Callable[[Split, Sequence[Tensor], Grid], Any]
 _SPECIAL: dict[str, _Special] = {
-    **dict.fromkeys(_RESHAPING, _reshape),
-    "expand": _expand,
-    "embedding": _embedding,
-    **dict.fromkeys(_CLASS_LOSSES, _class_loss),
-    **dict.fromkeys(
-        ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"), _element_loss
-    ),
-    "binary_cross_entropy_with_logits": _element_loss,
+    **dict.fromkeys(_RESHAPING, lambda split, inputs, grid: inputs[0].reshape(_local_shape(split, grid))),
+    "expand": lambda split, inputs, grid: inputs[0].expand(_local_shape(split, grid)),
+    "convolution": _convolution,
+    "native_group_norm": lambda split, inputs, grid: _call(split.call, inputs, N=inputs[0].shape[0]),
 }
+"""Operators that are called in another way on parts."""
+_SUMMED: dict[str, _Special] = {
+    "embedding": _embedding,
+    "mean": _mean,
+    # Sums of losses and of weights; `finish` divides where a mean is asked for.
+    **dict.fromkeys(_CLASS_LOSSES, lambda split, inputs, grid: _call(split.call, inputs, reduction=_SUM)),
+    **dict.fromkeys(_ELEMENT_LOSSES.split(), _element_loss),
+}
+"""Operators that are called in another way where their results are terms of a sum."""

@@ -8,24 +8,22 @@ operator itself on parts.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from offbeat.runtime.sharded.axes import Call
 from offbeat.runtime.sharded.calls import finish, run_part
 from offbeat.runtime.sharded.grid import Grid
-from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout
-from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, tensor_nodes
-from offbeat.runtime.sharded.rules import has_rule, is_random
+from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, structured, tensor_nodes
 from offbeat.runtime.sharded.trace import Program
+from offbeat.sharding.layout import SUM, WHOLE, Layout
+from offbeat.sharding.rules import has_rule, is_random
+from offbeat.torch_private import pytree, storage_of
 
 log = logging.getLogger("offbeat")
-
-_noted: set[str] = set()
 
 
 class Executor:
@@ -40,7 +38,8 @@ class Executor:
         self.random = random
         self._done_with = _last_readers(program)
         for split in splitting.splits.values():
-            _note(split.call)
+            if not has_rule(split.call) and not is_random(split.call):
+                _note(split.call.name)
 
     def run(self, state: Mapping[str, Tensor], batch: Sequence[Tensor]) -> tuple[Any, dict[str, Tensor]]:
         """The model's output, and the new values of the buffers it changes. `state` has this rank's parts."""
@@ -75,7 +74,7 @@ class Executor:
         with keeping, self.random if is_random(split.call) else nullcontext():
             results = run_part(split, parts, self.grid)
         outputs = [self._bring(split, index, result) for index, result in enumerate(results)]
-        return _structured(split.node.meta["val"], finish(split, outputs))
+        return structured(split.node.meta["val"], finish(split, outputs))
 
     def _bring(self, split: Split, index: int, result: Tensor) -> Tensor:
         have, need = split.results[index], split.outputs[index]
@@ -96,15 +95,7 @@ class Executor:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     # Not by its address, which all tensors of the meta device share.
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-def _structured(value: Any, outputs: Sequence[Tensor]) -> Any:
-    """Results in the structure that the traced call has."""
-    if isinstance(value, Tensor):
-        return outputs[0]
-    remaining = iter(outputs)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in value]
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def _last_readers(program: Program) -> dict[Node, list[Node]]:
@@ -121,7 +112,6 @@ def _last_readers(program: Program) -> dict[Node, list[Node]]:
     return past
 
 
-def _note(call: Call) -> None:
-    if not has_rule(call) and not is_random(call) and call.name not in _noted:
-        _noted.add(call.name)
-        log.info("operator %s has no sharding rule, so every rank computes all of it", call.name)
+@cache
+def _note(operator: str) -> None:
+    log.info("operator %s has no sharding rule, so every rank computes all of it", operator)

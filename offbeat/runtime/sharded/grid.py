@@ -1,6 +1,6 @@
 """The ranks of a job on the finest mesh, and a rank's part of a tensor → its part under another layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from offbeat.runtime.sharded.exchange import Exchange, exchange, plan_exchange
-from offbeat.runtime.sharded.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, prime_factors
+from offbeat.sharding.exchange import Exchange, count_elements, plan_exchange
+from offbeat.sharding.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, groups_of, prime_factors
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
 _groups: dict[tuple[Any, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -85,12 +85,8 @@ class Grid:
             return self.mesh.get_group(axes[0])
         key = (dist.group.WORLD, axes)
         if key not in _groups:
-            members: dict[tuple[int, ...], list[int]] = {}
-            for rank in range(self.world):
-                place = coordinate(rank, self.fine)
-                rest = tuple(index for axis, index in enumerate(place) if axis not in axes)
-                members.setdefault(rest, []).append(rank)
-            _groups[key], _ = dist.new_subgroups_by_enumeration(list(members.values()))
+            members = [list(group) for group in groups_of(axes, self.fine)]
+            _groups[key], _ = dist.new_subgroups_by_enumeration(members)
         return _groups[key]
 
     def shift(
@@ -101,6 +97,33 @@ class Grid:
         if layouts[0] == layouts[1] and (gradients[0] == gradients[1] or not local.requires_grad):
             return local
         return _Shift.apply(local, self, tuple(shape), layouts, gradients)
+
+
+def exchange(local: Tensor, plan: Exchange, rank: int, swap: Callable[..., Any] | None = None) -> Tensor:
+    """This rank's new part; every rank must call it. `swap` stands in for torch's exchange of buffers."""
+    if plan.local:
+        region = plan.sends[rank]
+        if region is None:
+            return local.new_empty(plan.sizes)
+        # A copy, so that the rest of the old part can be freed.
+        return local[region].clone(memory_format=torch.contiguous_format)
+    pieces = [local[region].reshape(-1) for region in plan.sends if region is not None]
+    outgoing = torch.cat(pieces) if pieces else local.new_empty(0)
+    received, sent = ([count_elements(region) for region in regions] for regions in (plan.receives, plan.sends))
+    incoming = local.new_empty(sum(received))
+    width = local.element_size()
+    (swap or dist.all_to_all_single)(
+        # As bytes, because not every backend knows every element type.
+        incoming.view(torch.uint8),
+        outgoing.view(torch.uint8),
+        [count * width for count in received],
+        [count * width for count in sent],
+    )
+    part = local.new_empty(plan.sizes)
+    for region, piece in zip(plan.receives, incoming.split(received), strict=True):
+        if region is not None:
+            part[region].copy_(piece.view(part[region].shape))
+    return part
 
 
 def scattered_sums(have: Layout, need: Layout) -> Layout:

@@ -7,21 +7,21 @@ asks for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from offbeat.errors import StrategyError
 from offbeat.graph import Operator, kinds
-from offbeat.runtime.sharded.axes import ONCE, Axis, Call
-from offbeat.runtime.sharded.layout import SUM, WHOLE, Layout, layout_of, shortest_part
-from offbeat.runtime.sharded.rules import axes_of
 from offbeat.runtime.sharded.trace import Program
+from offbeat.sharding.calls import ONCE, Axis, Call
+from offbeat.sharding.layout import SUM, WHOLE, Layout, layout_of, shortest_part
+from offbeat.sharding.rules import axes_of
 from offbeat.strategy import OperatorConfig, Strategy
+from offbeat.torch_private import pytree
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,19 @@ def plan_splits(
             wanted = _wanted(program, node, call, config, fine, strict=strict) or wanted
         current = [layouts[source] for source in tensor_nodes(node)]
         splits[node] = _split(node, call, wanted, current, fine)
-        layouts[node] = _like(node.meta["val"], splits[node].outputs)
+        layouts[node] = structured(node.meta["val"], splits[node].outputs)
     return Splitting(splits, layouts)
 
 
 def make_call(node: Node) -> Call:
     """The call with the traced tensors for its arguments."""
     args, kwargs = pytree.tree_map_only(Node, lambda source: source.meta["val"], (tuple(node.args), dict(node.kwargs)))
-    inputs = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    outputs = tuple(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
-    return Call(node.target, args, kwargs, inputs, outputs)
+    return Call(node.target, args, kwargs, tensors_of((args, kwargs)), tensors_of(node.meta["val"]))
+
+
+def tensors_of(values: Any) -> tuple[Tensor, ...]:
+    """Tensors among arguments or results, repeated ones as often as they are given."""
+    return tuple(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def tensor_nodes(node: Node) -> list[Node]:
@@ -164,16 +167,15 @@ def _wanted(
                 f"operator {operator.name!r}: {len(config.outputs)} output maps are given, it has "
                 f"{len(operator.outputs)} results"
             )
-        inputs = []
+        inputs: list[Layout | None] = []
         for source, tensor in zip(tensor_nodes(node), call.inputs, strict=True):
             name = program.reads.get(source, "")
             tensor_map = maps.get(name)
-            if tensor_map is not None and is_getitem(source) and len(tensor_map) != tensor.dim():
-                # One map stands for all results of an operator; it describes the first.
-                tensor_map = None
-            inputs.append(
-                None if tensor_map is None else _layout(operator, name, tensor_map, tensor.dim(), config, fine)
-            )
+            # One map stands for all results of an operator; it describes the first.
+            if tensor_map is None or (is_getitem(source) and len(tensor_map) != tensor.dim()):
+                inputs.append(None)
+            else:
+                inputs.append(_layout(operator, name, tensor_map, tensor.dim(), config, fine))
         outputs: list[Layout | None] = [None] * len(call.outputs)
         for index, (tensor_map, tensor) in enumerate(zip(config.outputs, call.outputs, strict=False)):
             outputs[index] = _layout(operator, f"result {index}", tensor_map, tensor.dim(), config, fine)
@@ -190,25 +192,15 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
     for index, parts in enumerate(fine):
         allowed = [None, *(option for option in options if _divides(option, split_by, fine[:index], parts))]
         split_by.append(min(allowed, key=lambda option: _mismatch(option, call, wanted, current, index)))
-    chosen = tuple(split_by)
-    results = tuple(
-        tuple(WHOLE if axis is None else axis.outputs[position] for axis in chosen)
-        for position in range(len(call.outputs))
-    )
+    results = _layouts(split_by, len(call.outputs), lambda axis, position: axis.outputs[position])
     return Split(
         node=node,
         call=call,
-        split_by=chosen,
-        inputs=tuple(
-            tuple(WHOLE if axis is None else max(axis.inputs[position], WHOLE) for axis in chosen)
-            for position in range(len(call.inputs))
-        ),
-        gradients=tuple(
-            tuple(
-                WHOLE if axis is None else SUM if axis.inputs[position] < 0 else axis.inputs[position]
-                for axis in chosen
-            )
-            for position in range(len(call.inputs))
+        split_by=tuple(split_by),
+        inputs=_layouts(split_by, len(call.inputs), lambda axis, position: max(axis.inputs[position], WHOLE)),
+        # What every part is given whole has a gradient to which each contributes a term.
+        gradients=_layouts(
+            split_by, len(call.inputs), lambda axis, position: SUM if (at := axis.inputs[position]) < 0 else at
         ),
         results=results,
         outputs=tuple(
@@ -216,6 +208,13 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
             for asked, result in zip(wanted.outputs, results, strict=True)
         ),
         keep=wanted.keep,
+    )
+
+
+def _layouts(split_by: Sequence[Axis | None], count: int, place: Callable[[Axis, int], int]) -> tuple[Layout, ...]:
+    """Of so many tensors of a call; along fine axes that split nothing they are whole."""
+    return tuple(
+        tuple(WHOLE if axis is None else place(axis, position) for axis in split_by) for position in range(count)
     )
 
 
@@ -255,9 +254,9 @@ def is_getitem(node: Node) -> bool:
     return node.op == "call_function" and kinds.base_name(node.target) == "getitem"
 
 
-def _like(value: Any, layouts: Sequence[Layout]) -> Any:
-    """The layouts in the structure of a call's results."""
+def structured(value: Any, items: Sequence[Any]) -> Any:
+    """Something for each tensor of a call's results, in the structure that the traced call has."""
     if isinstance(value, Tensor):
-        return layouts[0]
-    remaining = iter(layouts)
-    return [next(remaining) if isinstance(leaf, Tensor) else None for leaf in value]
+        return items[0]
+    remaining = iter(items)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in value]

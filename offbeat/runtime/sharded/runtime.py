@@ -10,7 +10,9 @@ single device; they are gathered, so every rank must ask for them.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,24 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from offbeat.errors import StrategyError
 from offbeat.graph.step import make_step
 from offbeat.runtime.sharded.execute import Executor
 from offbeat.runtime.sharded.grid import Grid
-from offbeat.runtime.sharded.planning import plan_splits, variable_layouts
+from offbeat.runtime.sharded.planning import plan_splits, tensors_of, variable_layouts
 from offbeat.runtime.sharded.randomness import SharedRandom
 from offbeat.runtime.sharded.trace import Program, trace_forward
-from offbeat.runtime.sharded.weights import (
-    layout_of_tensor,
-    part_of,
-    shard_state,
-    shard_weights,
-    whole_of,
-)
-from offbeat.runtime.updates import elementwise
+from offbeat.runtime.sharded.weights import shard_state, shard_weights, whole_of
+from offbeat.runtime.unit_optimizer import elementwise
 from offbeat.strategy import Strategy
+from offbeat.torch_private import pytree
 
 log = logging.getLogger("offbeat")
 
@@ -99,7 +95,7 @@ class ShardedRuntime:
         """The model's forward, in pieces."""
         if self.layouts is None:
             self.prepare(args, kwargs)
-        batch = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        batch = tensors_of((args, kwargs))
         executor = self._executor(args, kwargs)
         buffers = dict(self.model.named_buffers())
         # Backward may still read what is changed here.
@@ -141,32 +137,26 @@ class ShardedRuntime:
             state[name] = whole_of(state[name], self.grid)
 
     def _gather_optimizer(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = {
-            index: {key: whole_of(value, self.grid) for key, value in held.items()}
-            for index, held in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
+        return _mapped(state_dict, lambda _, __, value: whole_of(value, self.grid))
 
     def _scatter_model(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Keeps this rank's part of each variable in a state dict that is being loaded."""
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            value = state.get(prefix + name)
-            if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-                continue
-            if value.shape == parameter.shape:
-                layout = layout_of_tensor(parameter)
-                state[prefix + name] = self.grid.wrap(part_of(value, layout, self.grid), value.shape, layout)
+            if prefix + name in state:
+                state[prefix + name] = shard_state("", state[prefix + name], parameter, self.grid)
 
     def _scatter_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {}
-        for index, held in state_dict["state"].items():
-            parameter = parameters[index] if index < len(parameters) else None
-            if isinstance(parameter, DTensor):
-                layout = layout_of_tensor(parameter)
-                held = {k: shard_state(k, value, parameter, layout, self.grid) for k, value in held.items()}  # noqa: PLW2901
-            state[index] = held
-        return {**state_dict, "state": state}
+        parameters = dict(enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+        return _mapped(state_dict, lambda index, key, value: shard_state(key, value, parameters.get(index), self.grid))
+
+
+def _mapped(state_dict: dict[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
+    """An optimizer's state dict with every value of its state changed."""
+    state = {
+        index: {key: change(index, key, value) for key, value in held.items()}
+        for index, held in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def _check_supported(strategy: Strategy) -> None:
@@ -176,15 +166,10 @@ def _check_supported(strategy: Strategy) -> None:
             f"variables: {next(iter(strategy.variables))!r} has a synchroniser, but a strategy that splits operators "
             f"synchronises variables as the operators need"
         )
-    for name in ("recompute", "fusion"):
-        if getattr(strategy, name):
-            raise StrategyError(
-                f"{name}: a strategy that splits operators cannot have it, got {list(getattr(strategy, name))}"
-            )
-    if strategy.accumulation > 1:
-        raise StrategyError(
-            f"accumulation: a strategy that splits operators cannot have it, got {strategy.accumulation}"
-        )
+    others = {"recompute": [*strategy.recompute], "fusion": [*strategy.fusion], "accumulation": strategy.accumulation}
+    for name, value in others.items():
+        if value not in ([], 1):
+            raise StrategyError(f"{name}: a strategy that splits operators cannot have it, got {value}")
     if strategy.replicas and len(strategy.replicas) != dist.get_world_size():
         raise StrategyError(f"replicas: operators are split over all ranks, got {list(strategy.replicas)}")
 

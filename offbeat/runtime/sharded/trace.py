@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd import descriptors
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from offbeat.errors import CaptureError
 from offbeat.graph import Operator
 from offbeat.graph.joint import Walk, joint_graph
 from offbeat.graph.step import Step
+from offbeat.torch_private import FakeTensor, descriptors, pytree, set_grad_enabled
 
 _NO_GRAD_KEY = "offbeat_no_grad"
 
@@ -74,8 +72,7 @@ class _Forward(Step):
         with _MarkNoGrad():
             output = self.call(*args, **kwargs)
         flat, self.seen["structure"] = pytree.tree_flatten(output)
-        self.seen["leaves"] = [None if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        self.seen["tensor"] = [isinstance(leaf, Tensor) for leaf in flat]
+        self.seen["leaves"] = flat
         # Copies, so that no output is a view of another tensor; the program returns what was copied.
         return tuple(leaf.clone() for leaf in flat if isinstance(leaf, Tensor))
 
@@ -84,7 +81,7 @@ class _MarkNoGrad(TorchFunctionMode):
     """The traced graph has no trace of `torch.no_grad()`; the nodes traced inside it are annotated."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() or func is torch._C._set_grad_enabled:
+        if torch.is_grad_enabled() or func is set_grad_enabled:
             return func(*args, **(kwargs or {}))
         with fx_traceback.annotate({_NO_GRAD_KEY: True}):
             return func(*args, **(kwargs or {}))
@@ -109,8 +106,10 @@ def trace_forward(
 def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[str, Any]) -> Program:
     walk = Walk(graph, names)
     tensors, updates = _outputs(graph, model)
-    wanted: dict[Node, None] = {}
-    _mark(tensors + [node for _, node in updates], wanted)
+    wanted = {*tensors, *(node for _, node in updates)}
+    for node in reversed(graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
     nodes = tuple(node for node in graph.nodes if node in wanted and node.op == "call_function")
     sources = _sources(graph, model, wanted)
     reads: dict[Node, str] = {}
@@ -120,10 +119,8 @@ def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[s
             reads[node] = walk.variable_of[node]
         elif producer is not None:
             reads[node] = producer.name
-    leaves = iter(tensors)
-    results = tuple(
-        next(leaves) if is_tensor else value for is_tensor, value in zip(seen["tensor"], seen["leaves"], strict=True)
-    )
+    remaining = iter(tensors)
+    results = tuple(next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in seen["leaves"])
     running = {node.name for node in nodes}
     operators = {op.name: op for op in walk.operators() if op.name in running}
     return Program(nodes, sources, operators, reads, results, seen["structure"], tuple(updates))
@@ -151,16 +148,7 @@ def _state_names(model: nn.Module) -> dict[str, str]:
     return {f"t{index}": name for index, (name, _) in enumerate(named)}
 
 
-def _mark(nodes: list[Node], wanted: dict[Node, None]) -> None:
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in wanted:
-            wanted[node] = None
-            waiting.extend(node.all_input_nodes)
-
-
-def _sources(graph: Graph, model: nn.Module, wanted: dict[Node, None]) -> dict[Node, Source]:
+def _sources(graph: Graph, model: nn.Module, wanted: set[Node]) -> dict[Node, Source]:
     names = _state_names(model)
     sources = {}
     for node in graph.nodes:

@@ -4,7 +4,7 @@ Variables are spread one at a time, so that no rank but the one the user gave th
 the meta device are drawn on rank 0 module by module, by the module's own `reset_parameters`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.runtime.sharded.grid import Grid
-from offbeat.runtime.sharded.layout import WHOLE, Layout
+from offbeat.sharding.layout import WHOLE, Layout
+from offbeat.torch_private import registries
 
 
 def shard_weights(model: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout], grid: Grid) -> None:
@@ -25,37 +26,31 @@ def shard_weights(model: nn.Module, optimizer: Optimizer, layouts: Mapping[str, 
     """
     _check_drawable(model)
     done: dict[str, nn.Parameter] = {}
-    for module, names in _owners(model):
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners = [
+        (module, {key: first_name[id(held)] for key, held in registries(module)[0].items() if held is not None})
+        for module in model.modules()
+    ]
+    for module, names in owners:
         drawn = _drawn(module, grid) if grid.rank == 0 else {}
         for key, name in names.items():
             if name not in done:
-                parameter = module._parameters[key]
+                parameter = registries(module)[0][key]
                 assert parameter is not None
-                layout = layouts.get(name, grid.whole) if parameter.requires_grad else grid.whole
+                trained = parameter.requires_grad
+                layout = layouts.get(name, grid.whole) if trained else grid.whole
                 value = drawn.get(key, parameter.detach()) if grid.rank == 0 else None
-                done[name] = _sharded(parameter, spread(value, parameter, layout, grid), layout, grid)
-                _hand_over(optimizer, parameter, done[name], layout, grid)
+                local = spread(value, parameter, layout, grid)
+                local = grid.wrap(local, parameter.shape, layout) if trained else local
+                done[name] = nn.Parameter(local, requires_grad=trained)
+                _hand_over(optimizer, parameter, done[name], grid)
             # Not into `_parameters`: RNN layers keep a second list of their weights.
             setattr(module, key, done[name])
-        for key, buffer in list(module._buffers.items()):
+        buffers = registries(module)[1]
+        for key, buffer in list(buffers.items()):
             if buffer is not None:
                 value = drawn.get(key, buffer) if grid.rank == 0 else None
-                module._buffers[key] = spread(value, buffer, grid.whole, grid)
-
-
-def _owners(model: nn.Module) -> list[tuple[nn.Module, dict[str, str]]]:
-    """Each module with its own parameters' keys and the names by which the model first knows them."""
-    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        (module, {key: first_name[id(held)] for key, held in module._parameters.items() if held is not None})
-        for module in model.modules()
-    ]
-
-
-def _sharded(parameter: nn.Parameter, local: Tensor, layout: Layout, grid: Grid) -> nn.Parameter:
-    if not parameter.requires_grad:
-        return nn.Parameter(local, requires_grad=False)
-    return nn.Parameter(grid.wrap(local, parameter.shape, layout))
+                buffers[key] = spread(value, buffer, grid.whole, grid)
 
 
 def spread(value: Tensor | None, like: Tensor, layout: Layout, grid: Grid) -> Tensor:
@@ -77,11 +72,6 @@ def spread(value: Tensor | None, like: Tensor, layout: Layout, grid: Grid) -> Te
         if part.numel():
             dist.send(part, dst=rank)
     return mine.copy_(value[grid.box(shape, layout, 0).slices])
-
-
-def part_of(value: Tensor, layout: Layout, grid: Grid) -> Tensor:
-    """This rank's part of a tensor that every rank has."""
-    return value[grid.box(value.shape, layout).slices].to(grid.device).clone(memory_format=torch.contiguous_format)
 
 
 def whole_of(value: Any, grid: Grid) -> Any:
@@ -112,7 +102,7 @@ def _reset(module: nn.Module) -> object | None:
 
 def _drawn(module: nn.Module, grid: Grid) -> dict[str, Tensor]:
     """New values of a module's own tensors that are on the meta device; the module is left as it is."""
-    tensors: Sequence[dict[str, Any]] = (module._parameters, module._buffers)
+    tensors = registries(module)[:2]
     before = [dict(held) for held in tensors]
     lacking = {key for held in before for key, tensor in held.items() if tensor is not None and tensor.is_meta}
     if not lacking:
@@ -133,17 +123,21 @@ def _drawn(module: nn.Module, grid: Grid) -> dict[str, Tensor]:
             held.update(saved)
 
 
-def _hand_over(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, layout: Layout, grid: Grid) -> None:
+def _hand_over(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, grid: Grid) -> None:
     """The optimizer updates `new` where it updated `old`, with the part of its state that belongs to it."""
     for group in optimizer.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
     state = optimizer.state.pop(old, None)
     if state:
-        optimizer.state[new] = {key: shard_state(key, value, new, layout, grid) for key, value in state.items()}
+        optimizer.state[new] = {key: shard_state(key, value, new, grid) for key, value in state.items()}
 
 
-def shard_state(key: str, value: object, parameter: Tensor, layout: Layout, grid: Grid) -> object:
-    """A value of an optimizer's state as the optimizer of a sharded variable keeps it."""
-    if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape or isinstance(value, DTensor):
+def shard_state(key: str, value: Any, parameter: Tensor | None, grid: Grid) -> Any:
+    """A variable's value, or one of an optimizer's state for it, in parts as the variable is."""
+    if key == "step" or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    return grid.wrap(part_of(value, layout, grid), value.shape, layout)
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    layout = layout_of_tensor(parameter)
+    part = value[grid.box(value.shape, layout).slices].to(grid.device)
+    return grid.wrap(part.clone(memory_format=torch.contiguous_format), value.shape, layout)

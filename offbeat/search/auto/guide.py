@@ -11,23 +11,22 @@ How many are enough is seen in benchmarks/ranking.py: a model fitted to ten tria
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.analytic import fit_coefficients
-from offbeat.cost.measured import Costs
+from offbeat.cost.analytic import Coefficients, fit_coefficients
+from offbeat.cost.measured import Costs, FittedCosts
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
-from offbeat.search.auto.fit import Evidence, FittedCosts, fit_costs
+from offbeat.search.auto.fit import Evidence, fit_costs
 from offbeat.search.auto.select import ranking_accuracy
 from offbeat.search.auto.store import Trial
-from offbeat.simulate.learned.features import Encoded, encode
-from offbeat.simulate.learned.samples import Samples, Schedule
-from offbeat.simulate.predict import simulate
+from offbeat.simulate import step_seconds
+from offbeat.simulate.learned.features import Encoded, Samples, TrainingSchedule, encode
 from offbeat.strategy import Strategy, check_fits
 
 if TYPE_CHECKING:
@@ -36,20 +35,25 @@ if TYPE_CHECKING:
 
 GuideName = Literal["random", "predefined", "replay", "autosync", "combined"]
 _LEARNS: dict[str, "Kind"] = {"autosync": "rnn", "combined": "combined"}
+_HIDDEN = 32
 LEAST_FITTED = 3
 """Trials from which costs are fitted; the prior carries what so few cannot say."""
+LEAST_LEARNED = 16
+"""Trials from which a model learns."""
 LEAST_SHOWN = 8
 """Trials that two predictors are compared on."""
 _EARLIER = 24
 """Trials of another domain that costs are fitted to; replaying more would take longer than it helps."""
 _EARLIER_WEIGHT = {"cluster": 0.5, "model": 0.25}
 """How much a trial of another model on this cluster, and of this model elsewhere, says of this domain's costs."""
-REFIT = Schedule(epochs=40, decay_epochs=(20, 30))
+REFIT = TrainingSchedule(epochs=40, decay_epochs=(20, 30))
 """Fine-tuning with a few more trials starts from a trained state."""
 
 
 class Guide:
     """Predicts for one model on one cluster."""
+
+    simulator: "Simulator | None" = None
 
     def __init__(
         self,
@@ -58,18 +62,12 @@ class Guide:
         cluster: ClusterSpec,
         *,
         costs: Costs | None = None,
-        least_samples: int = 16,
-        schedule: Schedule | None = None,
-        hidden: int = 32,
-        simulator: "Simulator | None" = None,
+        schedule: TrainingSchedule | None = None,
         seed: int = 0,
     ) -> None:
-        if name not in get_args(GuideName):
-            raise OffbeatError(f"guide: {name!r} is not one of {', '.join(get_args(GuideName))}")
         self.name, self.graph, self.cluster, self.costs = name, graph, cluster, costs
-        self.least_samples, self.schedule = least_samples, schedule or Schedule()
-        # φ and δ from the cluster's measured collectives, if it has any.
-        self.coefficients = fit_coefficients(cluster) if _measured(cluster) else None
+        self.schedule = schedule or TrainingSchedule()
+        self.coefficients = _coefficients(cluster)
         self.earlier: list[Samples] = []
         self.fitted: FittedCosts | None = None
         """Costs that trials told, once there are some."""
@@ -79,15 +77,11 @@ class Guide:
         """For each trial the seconds by fitted costs and by the learned model before it, and those it took."""
         self._learned_from: set[str] = set()
         self._known: dict[tuple[str, bool], Encoded] = {}
-        kind = _LEARNS.get(name)
-        if simulator is not None and simulator.kind != kind:
-            raise OffbeatError(f"simulator: a {simulator.kind} model was given, guide {name!r} takes {kind or 'none'}")
-        self.simulator = simulator
-        if kind and simulator is None:
+        if name in _LEARNS:
             # Only learned models need torch; the other guides start without it.
             from offbeat.simulate.learned.ranking import Simulator
 
-            self.simulator = Simulator(kind, hidden=hidden, seed=seed)
+            self.simulator = Simulator(_LEARNS[name], hidden=_HIDDEN, seed=seed)
 
     @property
     def predicts(self) -> bool:
@@ -114,17 +108,12 @@ class Guide:
             stored = Simulator.from_bytes(state, "stored simulator")
         except OffbeatError:
             return False
-        if self.simulator is None or stored.kind != self.simulator.kind:
-            return False
-        self.simulator = stored
-        return True
-
-    def encode(self, strategies: Sequence[Strategy]) -> list[Encoded]:
-        """What the models see; each strategy is encoded once, with sensitivities only where a model reads them."""
-        what_ifs = self.name == "combined" and self.learned
-        return self._encode(strategies, what_ifs)
+        fits = self.simulator is not None and stored.kind == self.simulator.kind
+        self.simulator = stored if fits else self.simulator
+        return fits
 
     def _encode(self, strategies: Sequence[Strategy], what_ifs: bool) -> list[Encoded]:
+        """What the models see; each strategy is encoded once, with sensitivities only where a model reads them."""
         for strategy in strategies:
             if (strategy.digest, what_ifs) not in self._known:
                 self._known[strategy.digest, what_ifs] = encode(
@@ -142,41 +131,39 @@ class Guide:
             return np.full(len(strategies), np.nan)
         if self.fitted is not None and not self.trusts_learned:
             return np.array([self._replayed(strategy, self.fitted) for strategy in strategies])
-        encoded = self.encode(strategies)
-        if self.simulator is not None and self.simulator.trained_on:
+        encoded = self._encode(strategies, self.name == "combined" and self.learned)
+        if self.simulator is not None and self.learned:
             return self.simulator.predict(encoded)
         return np.exp([each.base for each in encoded])
 
     def _replayed(self, strategy: Strategy, costs: Costs) -> float:
         if strategy.digest not in self._at_fitted:
             plan = lower(self.graph, self.cluster, strategy)
-            self._at_fitted[strategy.digest] = simulate(plan, costs, memory=False).iteration_time
+            self._at_fitted[strategy.digest] = step_seconds(plan, costs)
         return self._at_fitted[strategy.digest]
 
     def embed(self, strategies: Sequence[Strategy]) -> NDArray[np.float64] | None:
         """Hidden vectors, once there is a trained model."""
-        if self.simulator is None or not self.simulator.trained_on:
+        if self.simulator is None or not self.learned:
             return None
-        return self.simulator.embed(self.encode(strategies))
+        return self.simulator.embed(self._encode(strategies, self.name == "combined"))
 
-    def add_domain(self, graph: ModelGraph, cluster: ClusterSpec, trials: Sequence[Trial]) -> int:
-        """Takes trials of another domain as a start (transfer); how many could be used."""
+    def add_domain(self, graph: ModelGraph, cluster: ClusterSpec, trials: Sequence[Trial]) -> None:
+        """Takes trials of another domain as a start (transfer)."""
         usable = [trial for trial in trials if trial.usable and _fits(trial.strategy, graph, cluster)]
         if self.simulator is None or len(usable) < 2:
-            return 0
-        seconds = [trial.seconds or 0.0 for trial in usable]
-        if self.name == "combined":
-            weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
-            self._evidence += [
-                Evidence(lower(graph, cluster, trial.strategy), trial.seconds or 0.0, weight)
-                for trial in usable[-_EARLIER:]
-            ]
+            return
+        combined = self.name == "combined"
         known = self.costs or Costs()
         alike = Costs(straight=known.straight, portions=known.portions)
-        other = Guide(self.name, graph, cluster, costs=alike)
-        encoded = other._encode([trial.strategy for trial in usable], self.name == "combined")
-        self.earlier.append(Samples(encoded, seconds))
-        return len(usable)
+        plans = [lower(graph, cluster, trial.strategy) for trial in usable]
+        took = [trial.took for trial in usable]
+        if combined:
+            weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
+            recent = list(zip(plans, took, strict=True))[-_EARLIER:]
+            self._evidence += [Evidence(plan, seconds, weight) for plan, seconds in recent]
+        given: Any = {"replay": combined, "what_ifs": combined, "costs": alike, "coefficients": _coefficients(cluster)}
+        self.earlier.append(Samples([encode(plan, **given) for plan in plans], took))
 
     def learn(self, trials: Sequence[Trial]) -> None:
         """Fits costs and the model to all trials so far: the model from scratch at first, then on from its state."""
@@ -185,15 +172,17 @@ class Guide:
         usable = [trial for trial in trials if trial.usable]
         if self.name == "combined":
             self._compare([trial for trial in usable if trial.strategy.digest not in self._learned_from])
-            self._fit_costs(usable)
+            mine = [Evidence(lower(self.graph, self.cluster, trial.strategy), trial.took) for trial in usable]
+            if len(mine) + len(self._evidence) >= LEAST_FITTED:
+                self.fitted = fit_costs([*self._evidence, *mine], self.costs)
+                self._at_fitted.clear()
         domains = list(self.earlier)
         if len(usable) >= 2:
             encoded = self._encode([trial.strategy for trial in usable], self.name == "combined")
-            domains.append(Samples(encoded, [trial.seconds or 0.0 for trial in usable]))
-        if sum(len(domain.plans) for domain in domains) < self.least_samples:
-            return
-        trained = self.simulator.trained_on > 0
-        self.simulator.fit(domains, _shorter(REFIT, self.schedule) if trained else self.schedule)
+            domains.append(Samples(encoded, [trial.took for trial in usable]))
+        if sum(len(domain.plans) for domain in domains) >= LEAST_LEARNED:
+            again = self.learned and REFIT.epochs <= self.schedule.epochs
+            self.simulator.fit(domains, REFIT if again else self.schedule)
 
     def _compare(self, fresh: Sequence[Trial]) -> None:
         """Notes what both predictors say of trials that neither has learned from."""
@@ -202,18 +191,20 @@ class Guide:
             strategies = [trial.strategy for trial in fresh]
             by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
             by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
-            self._shown += zip(by_fit, by_model, [trial.seconds or 0.0 for trial in fresh], strict=True)
-
-    def _fit_costs(self, trials: Sequence[Trial]) -> None:
-        mine = [Evidence(lower(self.graph, self.cluster, t.strategy), t.seconds or 0.0) for t in trials]
-        if len(mine) + len(self._evidence) >= LEAST_FITTED:
-            self.fitted = fit_costs([*self._evidence, *mine], self.costs)
-            self._at_fitted.clear()
+            self._shown += zip(by_fit, by_model, [trial.took for trial in fresh], strict=True)
 
     def accuracy(self, trials: Sequence[Trial]) -> float:
         """Ranking accuracy of what was predicted before each of these trials."""
-        shown = [(t.predicted_seconds, t.seconds) for t in trials if t.usable and t.predicted_seconds is not None]
-        return ranking_accuracy([p for p, _ in shown if p], [s for _, s in shown if s]) if len(shown) > 1 else np.nan
+        shown = [(t.predicted_seconds, t.took) for t in trials if t.usable and t.predicted_seconds]
+        return ranking_accuracy([p for p, _ in shown], [s for _, s in shown])
+
+
+def _coefficients(cluster: ClusterSpec) -> Coefficients | None:
+    """φ and δ from the cluster's measured collectives, if it has any."""
+    try:
+        return fit_coefficients(cluster)
+    except OffbeatError:
+        return None
 
 
 def _fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> bool:
@@ -223,18 +214,3 @@ def _fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> bool:
     except StrategyError:
         return False
     return True
-
-
-def _measured(cluster: ClusterSpec) -> bool:
-    """It has tables that φ and δ can be fitted to."""
-    return any(
-        len(table.groups) == 1
-        and len(table.groups[0]) > 1
-        and table.collective not in ("send", "all_to_all")
-        and any(seconds > 0 for seconds in table.seconds)
-        for table in cluster.tables
-    )
-
-
-def _shorter(first: Schedule, second: Schedule) -> Schedule:
-    return first if first.epochs <= second.epochs else second

@@ -19,20 +19,22 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cpu_steal import CpuSteal
 from offbeat.errors import CaptureError, OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
 from offbeat.runtime.distribute import Runtime
-from offbeat.search.auto.launch import TASK
+from offbeat.search.auto.trials import TASK
 from offbeat.strategy import Strategy
-from offbeat.theft import Theft
+from offbeat.torch_private import remove_forward_hooks
 
 LEARNING_RATE = 1e-4
 DISTURBED, MOST_BLOCKS = 0.05, 3
@@ -52,7 +54,7 @@ class Stopwatch:
         self.warm_up, self.timed = int(task["warm_up"]), int(task["timed"])
         self.early, self.limit = int(task["early_steps"]), task["stop_above_seconds"]
         self.marks: list[float] = []
-        self.theft = Theft()
+        self.steal = CpuSteal()
         self.blocks: list[tuple[float, list[float]]] = []
         """Of the timed steps, each as often as neighbours took processors meanwhile: what they took, and the steps."""
         self.stopped = False
@@ -78,7 +80,7 @@ class Stopwatch:
             self.warm_up -= 1
             if self.warm_up:
                 return
-            self.theft = Theft()
+            self.steal = CpuSteal()
         self.marks.append(time.perf_counter())
         done = len(self.marks) - 1
         if self.limit is not None and done == self.early and done < self.timed:
@@ -89,7 +91,7 @@ class Stopwatch:
         if done >= self.timed:
             stolen = self._agreed()[1]
             self.blocks.append((stolen, self._present()))
-            self.marks, self.theft = self.marks[-1:], Theft()
+            self.marks, self.steal = self.marks[-1:], CpuSteal()
             if stolen < DISTURBED or len(self.blocks) == MOST_BLOCKS:
                 raise _Ended
 
@@ -97,12 +99,12 @@ class Stopwatch:
         return {"status": "stopped" if self.stopped else "done", "steps": self.steps}
 
     def _present(self) -> list[float]:
-        return [after - before for before, after in zip(self.marks[:-1], self.marks[1:], strict=True)]
+        return [after - before for before, after in pairwise(self.marks)]
 
     def _agreed(self) -> tuple[float, float]:
         """The slowest rank's median step and the largest share of its processors stolen meanwhile: ranks must agree,
         since one that stopped alone would leave the others waiting."""
-        mine = statistics.median(self._present()), self.theft.share()
+        mine = statistics.median(self._present()), self.steal.share()
         if not dist.is_initialized():
             return mine
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -113,7 +115,9 @@ class Stopwatch:
 
 
 def main() -> None:
-    _end_with_parent()
+    if sys.platform == "linux":
+        # A search that is killed cannot end its ranks, which would then slow down the one that resumes it.
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     with open(os.environ[TASK], encoding="utf-8") as stream:
         task = json.load(stream)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -127,34 +131,30 @@ def main() -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
-    """A search that is killed cannot end its ranks, which would then slow down the one that resumes it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | None) -> None:
     """One trial, from a model to a line of results."""
     watch = Stopwatch(task)
     alone = _Alone(watch)
+    error = ""
     try:
         if strategy is None:
             train(task, alone.attach)
         else:
             train(task, lambda model, optimizer: _distribute(task, strategy, watch, model, optimizer))
     except _Ended:
-        _report(task, alone.result() if strategy is None else watch.result())
-    except OffbeatError as error:
+        pass
+    except OffbeatError as refusal:
         # Every rank checks the same strategy in the same way, so all of them come here.
-        _report(task, {"status": "refused", "error": str(error), "steps": []})
+        error = str(refusal)
     else:
         _join(task)
-        if watch.blocks:
-            _report(task, alone.result() if strategy is None else watch.result())
-        else:
+        if not watch.blocks:
             timed = max(0, len(watch.marks) - 1)
-            said = f"the script ended after {timed} of {watch.timed} timed steps"
-            _report(task, {"status": "refused", "error": said, "steps": []})
+            error = f"the script ended after {timed} of {watch.timed} timed steps"
+    if error:
+        _report(task, {"status": "refused", "error": error, "steps": []})
+    else:
+        _report(task, alone.result() if strategy is None else watch.result())
     watch.finish()
     dist.barrier()
     # What a trial leaves open would slow the next one in these processes down.
@@ -215,8 +215,7 @@ class _Alone:
         }
 
     def _graph(self) -> ModelGraph:
-        self.model._forward_hooks.clear()
-        self.model._forward_pre_hooks.clear()
+        remove_forward_hooks(self.model)
         try:
             return capture(self.model, self.inputs, _first_scalar, optimizer=type(self.optimizer))
         except CaptureError:
@@ -242,15 +241,14 @@ def _first_scalar(outputs: Any, *_: Any) -> torch.Tensor:
 
 def _train_script(task: dict[str, Any], attach: Callable[..., None]) -> None:
     """Runs the script with an `offbeat.distribute` that applies the strategy under trial, whatever it is given."""
-    offbeat = importlib.import_module("offbeat")
 
     def distribute(model: torch.nn.Module, optimizer: Any, *_: Any, **__: Any) -> tuple[torch.nn.Module, Any]:
         _join(task)
         attach(model, optimizer)
         return model, optimizer
 
-    offbeat.distribute = distribute  # type: ignore[attr-defined]
-    importlib.import_module("offbeat.api").distribute = distribute  # type: ignore[attr-defined]
+    for name in ("offbeat", "offbeat.api"):
+        vars(importlib.import_module(name))["distribute"] = distribute
     sys.argv = [task["target"], *task["arguments"]]
     sys.path.insert(0, os.path.dirname(os.path.abspath(task["target"])))
     try:

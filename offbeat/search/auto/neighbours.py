@@ -1,72 +1,108 @@
-"""A strategy → others near it: the same but for its schedule, its groups, or what becomes of a few variables.
+"""Strategies to begin a search with, and a strategy → others near it.
 
-Whatever is not changed stays as it was, also groups and owners that no draw of the sampler would have made: the
-hand-made builders group better than Algorithm 2 where sizes differ much. Beside drawing all groups anew, one group may
-be split, or two that follow each other in backward merged.
+`starting_strategies` are known systems at the settings people tune them to: a search that has these among its
+candidates returns nothing slower than tuning one of those systems by hand would have found, as far as trials can tell.
+
+`vary` changes a strategy's schedule, its groups, or what becomes of a few variables. The rest stays as it was, also
+groups and owners that no draw of the sampler would have made: the hand-made builders group better than Algorithm 2
+where sizes differ much. Beside drawing all groups anew, one group may be split, or two neighbours merged.
 """
 
 import math
-from dataclasses import replace
+from contextlib import suppress
 
 import numpy as np
 
-from offbeat.search.auto.sampler import COLLECTIVES, Choice, Draft, Sampler, synchronizer_of
-from offbeat.strategy import Schedule, Strategy
-from offbeat.strategy.model import SERVERS, Synchronizer
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
+from offbeat.graph import ModelGraph
+from offbeat.search.auto.sampler import COLLECTIVES, Choice, Configs, Sampler, config_of, regrouped, synchronizer_of
+from offbeat.strategy import Schedule, Shard, Strategy, build_strategy
+from offbeat.strategy.model import SERVERS
 
 _VARIATIONS = ("schedule", "groups", "synchronizer", "partition", "servers")
 _OFTEN = (0.3, 0.3, 0.15, 0.15, 0.1)
 """How often each is drawn: the first two change all of the step, the others a few variables."""
 _SECOND_CHANGE = 0.4
 """Two changes at once may win where either alone loses."""
-Shards = list[tuple[str, int]]
+STARTS: dict[str, tuple[dict[str, object], ...]] = {
+    "overlap": (
+        {},
+        {"bucket": "256KiB", "slice_bytes": "512KiB"},
+        {"bucket": "512KiB", "slice_bytes": "1MiB"},
+        {"bucket": "512KiB", "slice_bytes": "1MiB", "in_flight": 2},
+        {"bucket": "1MiB", "slice_bytes": "2MiB", "in_flight": 2},
+        {"bucket": "4MiB", "slice_bytes": "4MiB"},
+        {"bucket": "16MiB", "slice_bytes": "4MiB"},
+    ),
+    "fast_servers": ({}, {"in_flight": 2}, {"shard": "256KiB"}),
+    "all_reduce": tuple({"chunk": chunk} for chunk in (1, 4, 16, 64)),
+    "horovod": tuple({"fusion_bytes": size} for size in ("1MiB", "4MiB", "64MiB")),
+    "ddp": tuple({"bucket": size} for size in ("512KiB", "1MiB", "2MiB", "4MiB", "25MiB")),
+    "ps_load_balanced": ({},),
+    "partitioned_ps": tuple({"threshold": size} for size in ("64KiB", "256KiB", "1MiB")),
+    "uneven_partitioned_ps": ({},),
+    "parallax": ({},),
+}
+"""Builders and their settings; those of one builder are one family."""
+
+
+def starting_strategies(graph: ModelGraph, cluster: ClusterSpec) -> list[Strategy]:
+    """Each different one once; builders that do not fit the model or the cluster are left out."""
+    found: dict[str, Strategy] = {}
+    for name, choices in STARTS.items():
+        for settings in choices:
+            with suppress(StrategyError):
+                strategy = build_strategy(name, graph, cluster, **settings)
+                found.setdefault(strategy.digest, strategy)
+    return list(found.values())
 
 
 def vary(sampler: Sampler, strategy: Strategy, count: int) -> list[Strategy]:
-    """So many different neighbours of a strategy, none of them equal to it."""
+    """Return `count` distinct neighbours of the strategy, or fewer where there are no more."""
     # A change may draw what was there before; under the name of a draw that is the same strategy still.
-    same = {strategy.digest, sampler.complete(draft_of(sampler, strategy)).digest}
-    return sampler.distinct(count, lambda: _neighbour(sampler, strategy), same)
+    start = as_drawn(sampler, strategy)
+    return sampler.distinct(count, lambda: _neighbour(sampler, start), (strategy.digest, start.digest))
 
 
-def draft_of(sampler: Sampler, strategy: Strategy) -> Draft:
-    """The strategy as a draft; configurations beyond the space become the nearest in it."""
-    choices: dict[str, Choice] = {}
-    groups: dict[str, tuple[int | None, ...]] = {}
-    owners: dict[str, tuple[int, ...]] = {}
-    stations = False
+def as_drawn(sampler: Sampler, strategy: Strategy) -> Strategy:
+    """The strategy as the sampler could have drawn it; what lies beyond the space becomes the nearest in it."""
+    configs: Configs = {}
     for variable in sampler.variables:
         config = strategy.config(variable.name)
         first = config.shards[0].synchronizer
-        kept: Synchronizer = "all_reduce" if first == "factor_broadcast" else first
-        choices[variable.name] = Choice(kept, config.partition)
-        shards = [config.shard(index) for index in range(config.shard_count)]
-        stations |= any(shard.stations for shard in shards)
-        if kept in COLLECTIVES:
-            groups[variable.name] = tuple(shard.group for shard in shards)
-        elif kept in SERVERS and all(shard.owner is not None for shard in shards):
-            owners[variable.name] = tuple(shard.owner or 0 for shard in shards)
+        kept = "all_reduce" if first == "factor_broadcast" else first
+        shards = [
+            Shard(
+                synchronizer=kept,
+                group=shard.group if kept in COLLECTIVES else None,
+                placement=shard.placement if kept in SERVERS else (),
+                stations=shard.stations if kept == "parameter_server" else (),
+            )
+            for shard in config.shards
+        ]
+        configs[variable.name] = config_of(config.partition, shards)
     schedule = strategy.schedule
     if schedule.policy == "explicit":
         schedule = schedule.model_copy(update={"policy": "priority", "order": ()})
-    everywhere = {owner for owned in owners.values() for owner in owned} <= set(sampler.server_ranks("nodes"))
-    count = len(_labels(groups, [(name, index) for name in groups for index in range(len(groups[name]))]))
-    return Draft(choices, count, schedule, "nodes" if everywhere else "ranks", stations, groups, owners)
+    return sampler.strategy(configs, schedule)
 
 
 def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
-    draft, random = draft_of(sampler, strategy), sampler.random
+    configs, schedule, random = dict(strategy.variables), strategy.schedule, sampler.random
     for _ in range(1 + int(random.random() < _SECOND_CHANGE)):
         match _VARIATIONS[int(random.choice(len(_VARIATIONS), p=_OFTEN))]:
             case "schedule":
-                draft = replace(draft, schedule=_changed_schedule(sampler, draft.schedule))
+                schedule = _changed_schedule(sampler, schedule)
             case "groups":
-                draft = _changed_groups(sampler, draft)
+                configs = _changed_groups(sampler, configs)
             case "servers":
-                draft = replace(draft, servers=sampler.servers(), stations=bool(random.random() < 0.5), kept_owners={})
+                served = {name: config for name, config in configs.items() if config.shards[0].owner is not None}
+                choices = {name: Choice(c.shards[0].synchronizer, c.partition) for name, c in served.items()}
+                configs = sampler.placed(configs, choices, sampler.servers(), sampler.stations())
             case what:
-                draft = _changed_choices(sampler, draft, what)
-    return sampler.complete(draft)
+                configs = _changed_variables(sampler, configs, what)
+    return sampler.strategy(configs, schedule)
 
 
 def _changed_schedule(sampler: Sampler, schedule: Schedule) -> Schedule:
@@ -76,36 +112,39 @@ def _changed_schedule(sampler: Sampler, schedule: Schedule) -> Schedule:
     return schedule.model_copy(update={chosen: getattr(drawn, chosen)})
 
 
-def _changed_choices(sampler: Sampler, draft: Draft, what: str) -> Draft:
+def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs:
     """The synchroniser or the partition of a few variables drawn again; large variables are drawn more often."""
     random = sampler.random
     sizes = np.array([math.sqrt(variable.bytes) + 1 for variable in sampler.variables])
     count = min(len(sizes), 1 + int(random.geometric(0.4)))
-    chosen = random.choice(len(sizes), size=count, replace=False, p=sizes / sizes.sum())
-    choices, owners = dict(draft.choices), dict(draft.kept_owners)
-    groups = None if draft.kept_groups is None else dict(draft.kept_groups)
-    for position in chosen.tolist():
+    choices = {}
+    for position in random.choice(len(sizes), size=count, replace=False, p=sizes / sizes.sum()).tolist():
         variable = sampler.variables[position]
-        synchronizer = choices[variable.name].synchronizer
+        synchronizer = configs[variable.name].shards[0].synchronizer
         if what == "synchronizer":
             synchronizer = synchronizer_of(variable, synchronizer not in SERVERS, "all_reduce")
-        choices[variable.name] = Choice(synchronizer, sampler.partition(variable, synchronizer))
-        owners.pop(variable.name, None)
-        if groups is not None:
-            groups.pop(variable.name, None)
-    return replace(draft, choices=choices, kept_groups=groups, kept_owners=owners)
+        choices[variable.name] = sampler.choice(variable, synchronizer)
+    shards = [shard for config in configs.values() for shard in config.shards]
+    one_each = {shard.owner for shard in shards if shard.owner is not None} <= set(sampler.node_servers)
+    servers = sampler.node_servers if one_each else tuple(range(sampler.cluster.world_size))
+    return sampler.placed(configs, choices, servers, next((s.stations for s in shards if s.stations), ()))
 
 
-def _changed_groups(sampler: Sampler, draft: Draft) -> Draft:
+def _changed_groups(sampler: Sampler, configs: Configs) -> Configs:
     """All groups anew in another number, one group split, or two neighbours merged."""
     random = sampler.random
-    kept = draft.kept_groups or {}
-    shards = [(v.name, index) for v in sampler.variables for index in range(len(kept.get(v.name, ())))]
-    members = _labels(kept, shards)
+    # The members of every group, in the order of the groups' first members; shards without one are alone.
+    by_group: dict[object, list[tuple[str, int]]] = {}
+    for name in (variable.name for variable in sampler.variables):
+        if configs[name].shards[0].synchronizer in COLLECTIVES:
+            for index in range(configs[name].shard_count):
+                group = configs[name].shard(index).group
+                by_group.setdefault((name, index) if group is None else group, []).append((name, index))
+    members = list(by_group.values())
     kind = random.random()
-    if kind < 0.3 or not shards:
+    if kind < 0.3 or not members:
         factor = float(np.exp2(random.normal(0.0, 1.0)))
-        return replace(draft, groups=max(1, round(draft.groups * factor)), kept_groups=None)
+        return sampler.grouped(configs, max(1, round(len(members) * factor)))
     several = [group for group in members if len(group) > 1]
     if kind < 0.65 and several:
         split = several[int(random.integers(len(several)))]
@@ -115,15 +154,5 @@ def _changed_groups(sampler: Sampler, draft: Draft) -> Draft:
     elif len(members) > 1:
         first = int(random.integers(len(members) - 1))
         members[first : first + 2] = [members[first] + members[first + 1]]
-    group_of = {shard: number if len(group) > 1 else None for number, group in enumerate(members) for shard in group}
-    groups = {name: tuple(group_of[name, index] for index in range(len(kept[name]))) for name in kept}
-    return replace(draft, groups=len(members), kept_groups=groups)
-
-
-def _labels(groups: dict[str, tuple[int | None, ...]], shards: Shards) -> list[Shards]:
-    """The members of every group, in the order of the groups' first members; shards without one are alone."""
-    members: dict[object, Shards] = {}
-    for name, index in shards:
-        group = groups[name][index]
-        members.setdefault((name, index) if group is None else group, []).append((name, index))
-    return list(members.values())
+    numbers = {shard: number if len(group) > 1 else None for number, group in enumerate(members) for shard in group}
+    return regrouped(configs, numbers)

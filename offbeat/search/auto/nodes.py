@@ -6,9 +6,7 @@ its own ranks for it and reports how they ended. When a rank fails anywhere or t
 over and every node ends its ranks. The program and whatever it imports must be on every node, under the same path.
 """
 
-import base64
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +18,11 @@ from typing import TYPE_CHECKING, Any
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.launch import GRACE_SECONDS, POLL_SECONDS, LocalJob, RankEnd, free_port
-from offbeat.search.auto.launch import TASK, require_success
+from offbeat.search.auto.trials import TASK, require_success
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PORT = 29500
-"""Where nodes meet; torchrun's default."""
-JOIN_SECONDS = 300.0
 ANSWER_SECONDS = 4 * GRACE_SECONDS + 20.0
 """In which a node reports a job that is over: its ranks are asked to end, then made to."""
 _FOLLOW_SECONDS = 0.1
@@ -40,16 +35,19 @@ class Meeting:
     nodes: int
     node_rank: int
     address: str
-    port: int = PORT
-    join_seconds: float = JOIN_SECONDS
+    port: int = 29500
+    """torchrun's default."""
+    join_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.nodes < 2:
-            raise OffbeatError(f"nnodes: {self.nodes} is not at least 2")
         if not 0 <= self.node_rank < self.nodes:
             raise OffbeatError(f"node_rank: {self.node_rank} is not from 0 to {self.nodes - 1}")
         if not 0 < self.port < 2**16:
             raise OffbeatError(f"master_port: {self.port} is not a port from 1 to 65535")
+
+    @property
+    def place(self) -> str:
+        return f"{self.address}:{self.port}"
 
 
 class LeadNode:
@@ -86,28 +84,28 @@ class LeadNode:
         """Sends the followers home; those that are still there get a moment to hear it."""
         try:
             self.store.set("home", "1")
-            until = time.monotonic() + 2 * GRACE_SECONDS
-            nodes = [f"left/{node}" for node in range(1, self.meeting.nodes) if self.store.check([f"joined/{node}"])]
-            while nodes and not self.store.check(nodes) and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
+            for node in range(1, self.meeting.nodes):
+                if self.store.check([f"joined/{node}"]):
+                    self._comes(f"left/{node}", 2 * GRACE_SECONDS)
         except RuntimeError:
             # The store is this process's own; where it is gone there is nobody to tell.
             return
 
     def run(
-        self,
-        program: Sequence[str],
-        *,
-        timeout: float | None,
-        env: Mapping[str, str] | None = None,
-        check: bool = True,
+        self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
     ) -> list[RankEnd]:
         """Runs a Python program on every rank of every node; a file named by the variable TASK goes with it."""
         number, self.jobs = self.jobs, self.jobs + 1
         master = (self.meeting.address, free_port())
-        first = [sum(self.ranks[:node]) for node in range(self.meeting.nodes)]
-        order = {"program": list(program), "env": dict(env or {}), "master": master, "world": self.world_size}
-        order |= {"first": first, "task": _content((env or {}).get(TASK))}
+        task = (env or {}).get(TASK)
+        order = {
+            "program": list(program),
+            "env": dict(env or {}),
+            "master": master,
+            "world": self.world_size,
+            "first": [sum(self.ranks[:node]) for node in range(self.meeting.nodes)],
+            "task": None if task is None else Path(task).read_text(),
+        }
         self.store.set(f"order/{number}", json.dumps(order))
         try:
             with LocalJob(program, range(self.ranks[0]), self.world_size, master, env) as job:
@@ -125,15 +123,19 @@ class LeadNode:
 
     def _joined(self, node: int) -> int:
         """How many ranks a node brings, once it is there."""
-        until = time.monotonic() + self.meeting.join_seconds
-        while not self.store.check([f"joined/{node}"]):
-            if time.monotonic() > until:
-                raise OffbeatError(
-                    f"node {node} of {self.meeting.nodes} did not come to {self.meeting.address}:{self.meeting.port} "
-                    f"within {self.meeting.join_seconds:g} s"
-                )
-            time.sleep(POLL_SECONDS)
+        seconds = self.meeting.join_seconds
+        if not self._comes(f"joined/{node}", seconds):
+            raise OffbeatError(
+                f"node {node} of {self.meeting.nodes} did not come to {self.meeting.place} within {seconds:g} s"
+            )
         return int(self.store.get(f"joined/{node}"))
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Waits so long for a key."""
+        until = time.monotonic() + seconds
+        while not (there := self.store.check([key])) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return bool(there)
 
     def _watch(self, job: LocalJob, number: int, timeout: float | None) -> bool:
         """Waits until all nodes' ranks have ended or one has failed; True if time was up first."""
@@ -154,11 +156,8 @@ class LeadNode:
             time.sleep(POLL_SECONDS)
 
     def _report(self, number: int, node: int) -> list[RankEnd]:
-        until = time.monotonic() + ANSWER_SECONDS
-        while not self.store.check([f"report/{number}/{node}"]):
-            if time.monotonic() > until:
-                raise OffbeatError(f"node {node} has not answered for {ANSWER_SECONDS:g} s")
-            time.sleep(POLL_SECONDS)
+        if not self._comes(f"report/{number}/{node}", ANSWER_SECONDS):
+            raise OffbeatError(f"node {node} has not answered for {ANSWER_SECONDS:g} s")
         return [RankEnd(**end) for end in json.loads(self.store.get(f"report/{number}/{node}"))]
 
 
@@ -177,7 +176,7 @@ def follow(meeting: Meeting, ranks: int) -> int:
             store.set(f"left/{meeting.node_rank}", "1")
     except RuntimeError as error:
         raise OffbeatError(
-            f"node {meeting.node_rank}: node 0 at {meeting.address}:{meeting.port} is gone ({_first_line(error)})"
+            f"node {meeting.node_rank}: node 0 at {meeting.place} is gone ({_first_line(error)})"
         ) from None
     return jobs
 
@@ -198,7 +197,7 @@ def _take_part(store: "Store", order: dict[str, Any], number: int, node: int, ra
         env = dict(order["env"])
         if order["task"] is not None:
             path = Path(folder) / "task.json"
-            path.write_bytes(base64.b64decode(order["task"]))
+            path.write_text(order["task"])
             env[TASK] = str(path)
         first = order["first"][node]
         address, port = order["master"]
@@ -214,23 +213,11 @@ def _meet(meeting: Meeting) -> "Store":
 
     leads = meeting.node_rank == 0
     try:
-        return TCPStore(
-            meeting.address,
-            meeting.port,
-            is_master=leads,
-            timeout=timedelta(seconds=meeting.join_seconds),
-            wait_for_workers=False,
-        )
+        wait = timedelta(seconds=meeting.join_seconds)
+        return TCPStore(meeting.address, meeting.port, is_master=leads, timeout=wait, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        where = f"{meeting.address}:{meeting.port}"
         what = "cannot open the meeting point" if leads else "node 0 cannot be reached at"
-        raise OffbeatError(f"node {meeting.node_rank}: {what} {where} ({_first_line(error)})") from None
-
-
-def _content(path: str | None) -> str | None:
-    if path is None or not os.path.exists(path):
-        return None
-    return base64.b64encode(Path(path).read_bytes()).decode()
+        raise OffbeatError(f"node {meeting.node_rank}: {what} {meeting.place} ({_first_line(error)})") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,23 +1,23 @@
 """ModelGraph + ClusterSpec + seed → random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
 
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
-staleness) is left out, as in the paper. A strategy is drawn in two stages. First a `Draft`: for each variable its
-synchroniser and its partition, and for the step its schedule and the number of merge groups. Size thresholds say which
-variables are never and which are always partitioned. Then two constraints complete it, both on shards:
+staleness) is left out, as in the paper. For each variable a synchroniser and a partition are drawn, and for the step a
+schedule and the number of merge groups. Size thresholds say which variables are never and which are always partitioned.
+Two constraints complete a draw, both on shards:
 
     load balance (supplement, Algorithm 1)      server shards → owners         `balance_loads`
     adjacent merge (supplement, Algorithm 2)    collective shards → groups     `merge_adjacent`
 
 Algorithm 1's logits are bytes, whose softmax is an argmax for any real model. Here they are divided by the mean shard's
 bytes, so that the draw stays random among servers whose loads differ by less than a shard.
-`neighbours.py` draws from the neighbourhood of a known strategy: it takes the Draft back out and changes one part.
+`neighbours.py` draws from the neighbourhood of a known strategy.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -28,11 +28,9 @@ from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, check_fits
 from offbeat.strategy.model import SERVERS, Synchronizer
 
-Servers = Literal["nodes", "ranks"]
 COLLECTIVES = ("all_reduce", "sharded")
 """Synchronisers whose shards may be merged into groups."""
-_Sized = tuple[Variable, int, int]
-"""A variable, the number of one of its shards, and that shard's bytes."""
+Configs = dict[str, VariableConfig]
 
 
 @dataclass(frozen=True)
@@ -56,41 +54,12 @@ class Space:
     sharded_share: float = 0.0
     """Share of the strategies in which collectives are reduce-scatter and all-gather; gloo's cost twice the bytes."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.small_bytes <= self.large_bytes:
-            raise OffbeatError(f"space: small_bytes {self.small_bytes} is above large_bytes {self.large_bytes}")
-        if self.max_shards < 1:
-            raise OffbeatError(f"space: max_shards {self.max_shards} is not at least 1")
-        for name in ("partition_share", "collectives_only_share", "deferred_share", "sharded_share"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise OffbeatError(f"space: {name} {value} is not a share from 0 to 1")
 
-
-@dataclass(frozen=True)
-class Choice:
-    """One variable of a draft."""
+class Choice(NamedTuple):
+    """What is drawn for one variable."""
 
     synchronizer: Synchronizer
     partition: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A strategy whose server shards have no owner and whose collective shards have no group yet."""
-
-    choices: dict[str, Choice]
-    groups: int
-    """Merge groups of the collectives; 0 leaves every shard alone."""
-    schedule: Schedule = field(default_factory=Schedule)
-    servers: Servers = "nodes"
-    stations: bool = False
-    """Nodes with several replicas reduce among themselves first."""
-    kept_groups: dict[str, tuple[int | None, ...]] | None = None
-    """Groups of the shards of variables that come from a known strategy. With them Algorithm 2 is left out, and
-    collective shards that are not among them stay alone."""
-    kept_owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Owners of such shards; Algorithm 1 places the others."""
 
 
 class Sampler:
@@ -104,11 +73,10 @@ class Sampler:
             raise OffbeatError(f"graph {graph.name!r}: no variable gets a gradient, so there is nothing to synchronise")
 
     def sample(self, count: int) -> list[Strategy]:
-        """So many different strategies, or fewer where the space holds no more."""
-        return self.distinct(count, lambda: self.complete(self.draft()))
+        """Return `count` distinct strategies, or fewer where the space holds no more."""
+        return self.distinct(count, self._draw)
 
-    def draft(self) -> Draft:
-        """Everything but owners and groups, at random."""
+    def _draw(self) -> Strategy:
         space, random = self.space, self.random
         kind = random.random()
         served_share = 0.0 if kind < space.collectives_only_share else random.random()
@@ -118,72 +86,78 @@ class Sampler:
         choices = {}
         for variable in self.variables:
             served = random.random() < (0.5 if variable.sparse else served_share)
-            synchronizer = synchronizer_of(variable, served, collective)
-            choices[variable.name] = Choice(synchronizer, self.partition(variable, synchronizer))
-        return Draft(choices, self._group_count(), self.schedule(), self.servers(), bool(random.random() < 0.5))
+            choices[variable.name] = self.choice(variable, synchronizer_of(variable, served, collective))
+        # Log-uniform from 1 to one for each variable.
+        groups = round(math.exp(random.uniform(0.0, math.log(len(self.variables)))))
+        schedule, servers, stations = self.schedule(), self.servers(), self.stations()
+        return self.strategy(self.grouped(self.placed({}, choices, servers, stations), groups), schedule)
 
-    def complete(self, draft: Draft) -> Strategy:
-        """The draft with an owner for each server shard and a group for each collective one."""
-        shards = [
-            (variable, index, size)
-            for variable in self.variables
-            for index, size in enumerate(_shard_bytes(variable, draft.choices[variable.name].partition))
-        ]
-        owner_of, group_of = self._owners(draft, shards), _groups(draft, shards)
-        stations = self._stations() if draft.stations else ()
-        configs = {}
-        for name, choice in draft.choices.items():
-            count = math.prod(choice.partition)
-            made = [
-                _shard(choice.synchronizer, owner_of.get((name, i)), group_of.get((name, i)), stations)
-                for i in range(count)
-            ]
-            alike = len(set(made)) == 1
-            configs[name] = VariableConfig(partition=choice.partition, shards=tuple(made[:1] if alike else made))
-        ordered = {
-            variable.name: configs[variable.name] for variable in self.graph.variables if variable.name in configs
-        }
+    def strategy(self, configs: Configs, schedule: Schedule) -> Strategy:
+        ordered = {v.name: configs[v.name] for v in self.graph.variables if v.name in configs}
         strategy = Strategy(
             name="auto",
             model=self.graph.name,
             graph=self.graph.signature,
             cluster=self.cluster.digest,
-            schedule=draft.schedule,
+            schedule=schedule,
             variables=ordered,
         )
         check_fits(strategy, self.graph, self.cluster)
         return strategy
 
-    def _owners(self, draft: Draft, shards: Sequence[_Sized]) -> dict[tuple[str, int], int]:
-        """Algorithm 1 for the server shards that have no owner yet."""
-        kept = {(name, i): owner for name, owners in draft.kept_owners.items() for i, owner in enumerate(owners)}
-        served = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in SERVERS]
-        free = [(variable.name, index, size) for variable, index, size in served if (variable.name, index) not in kept]
-        ranks = self.server_ranks(draft.servers)
-        loads = [0.0] * len(ranks)
-        for variable, index, size in served:
-            if kept.get((variable.name, index)) in ranks:
-                loads[ranks.index(kept[variable.name, index])] += size
-        owners = balance_loads([size for _, _, size in free], self._bandwidths(ranks), self.random, loads)
-        return kept | {(name, i): ranks[owner] for (name, i, _), owner in zip(free, owners, strict=True)}
+    def placed(
+        self, configs: Configs, choices: Mapping[str, Choice], servers: Sequence[int], stations: tuple[int, ...]
+    ) -> Configs:
+        """`configs` with these choices in addition: their server shards placed by Algorithm 1, the others alone."""
+        held = Counter[int | None]()
+        free: list[tuple[str, int]] = []
+        for variable in self.variables:
+            config, choice = configs.get(variable.name), choices.get(variable.name)
+            if choice is not None and choice.synchronizer in SERVERS:
+                free += [(variable.name, size) for size in _shard_bytes(variable, choice.partition)]
+            elif choice is None and config is not None:
+                for index, size in enumerate(_shard_bytes(variable, config.partition)):
+                    held[config.shard(index).owner] += size
+        loads = [float(held[rank]) for rank in servers]
+        found = balance_loads([size for _, size in free], self._bandwidths(servers), self.random, loads)
+        shards: dict[str, list[Shard]] = defaultdict(list)
+        for (name, _), owner in zip(free, found, strict=True):
+            kind = choices[name].synchronizer
+            via = stations if kind == "parameter_server" else ()
+            shards[name].append(Shard(synchronizer=kind, placement=(servers[owner],), stations=via))
+        made = {
+            name: config_of(choice.partition, shards.get(name) or [Shard(synchronizer=choice.synchronizer)])
+            for name, choice in choices.items()
+        }
+        return configs | made
 
-    def partition(self, variable: Variable, synchronizer: Synchronizer) -> tuple[int, ...]:
+    def grouped(self, configs: Configs, groups: int) -> Configs:
+        """Algorithm 2 for all collective shards; `gradient_order` is from the loss to the input."""
+        sized = [
+            (variable.name, index, size)
+            for variable in self.variables
+            if configs[variable.name].shards[0].synchronizer in COLLECTIVES
+            for index, size in enumerate(_shard_bytes(variable, configs[variable.name].partition))
+        ][::-1]
+        merged = merge_adjacent([size for _, _, size in sized], groups)
+        return regrouped(configs, {(name, i): group for (name, i, _), group in zip(sized, merged, strict=True)})
+
+    def choice(self, variable: Variable, synchronizer: Synchronizer) -> Choice:
+        """The synchroniser with a partition drawn for it."""
         space, random = self.space, self.random
         chance = random.random()
-        if variable.bytes < space.small_bytes or not variable.shape:
-            return ()
-        if variable.bytes <= space.large_bytes and chance >= space.partition_share:
-            return ()
         axes = [axis for axis, length in enumerate(variable.shape) if length > 1]
         if synchronizer in ("sparse_all_gather", "sparse_parameter_server"):
             axes = [axis for axis in axes if axis == 0]
-        if not axes:
-            return ()
+        spared = variable.bytes <= space.large_bytes and chance >= space.partition_share
+        if not axes or spared or variable.bytes < space.small_bytes:
+            return Choice(synchronizer)
         # Rows lie together in memory, so axis 0 is what every system cuts; others are worth a try now and then.
         axis = axes[0] if random.random() < 0.8 else int(random.choice(axes))
         most = min(space.max_shards, variable.shape[axis])
         parts = int(random.integers(2, most + 1)) if most >= 2 else 1
-        return tuple(parts if position == axis else 1 for position in range(len(variable.shape))) if parts > 1 else ()
+        cuts = tuple(parts if position == axis else 1 for position in range(len(variable.shape)))
+        return Choice(synchronizer, cuts if parts > 1 else ())
 
     def schedule(self) -> Schedule:
         space, random = self.space, self.random
@@ -194,39 +168,37 @@ class Sampler:
             mode="auto" if random.random() < space.deferred_share else "barrier",
         )
 
-    def _group_count(self) -> int:
-        """Log-uniform from 1 to one for each variable."""
-        return round(math.exp(self.random.uniform(0.0, math.log(len(self.variables)))))
+    def servers(self) -> tuple[int, ...]:
+        """The ranks that may be servers: one of each node, or all."""
+        return self.node_servers if self.random.random() < 0.5 else tuple(range(self.cluster.world_size))
 
-    def servers(self) -> Servers:
-        return "nodes" if self.random.random() < 0.5 else "ranks"
-
-    def server_ranks(self, servers: Servers) -> tuple[int, ...]:
-        if servers == "ranks":
-            return tuple(range(self.cluster.world_size))
+    @property
+    def node_servers(self) -> tuple[int, ...]:
         return tuple(self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes)))
 
-    def _bandwidths(self, ranks: Sequence[int]) -> list[float]:
-        """Bytes per second of each server; those of one node share its interface."""
-        sharing = Counter(self.cluster.node_of(rank) for rank in ranks)
-        nodes = [self.cluster.node_of(rank) for rank in ranks]
-        return [self.cluster.node_bandwidth(node) / sharing[node] for node in nodes]
-
-    def _stations(self) -> tuple[int, ...]:
+    def stations(self) -> tuple[int, ...]:
+        """None, or one on each node with several replicas, which then reduce among themselves first."""
+        if self.random.random() >= 0.5:
+            return ()
         ranks = [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
         return tuple(members[0] for members in ranks if len(members) > 1)
 
-    def distinct(self, count: int, draw: Callable[[], Strategy], seen: set[str] | None = None) -> list[Strategy]:
-        known = set() if seen is None else set(seen)
-        found: list[Strategy] = []
+    def _bandwidths(self, ranks: Sequence[int]) -> list[float]:
+        """Bytes per second of each server; those of one node share its interface."""
+        nodes = [self.cluster.node_of(rank) for rank in ranks]
+        sharing = Counter(nodes)
+        return [self.cluster.node_bandwidth(node) / sharing[node] for node in nodes]
+
+    def distinct(self, count: int, draw: Callable[[], Strategy], seen: Sequence[str] = ()) -> list[Strategy]:
+        """Up to `count` different strategies, none with one of the digests that were `seen`."""
+        found: dict[str, Strategy] = {}
         for _ in range(4 * count + 16):
             if len(found) >= count:
                 break
             strategy = draw()
-            if strategy.digest not in known:
-                known.add(strategy.digest)
-                found.append(strategy)
-        return found
+            if strategy.digest not in seen:
+                found.setdefault(strategy.digest, strategy)
+        return list(found.values())
 
 
 def balance_loads(
@@ -263,30 +235,25 @@ def merge_adjacent(sizes: Sequence[int], groups: int) -> list[int | None]:
     return assigned
 
 
-def _groups(draft: Draft, shards: Sequence[_Sized]) -> dict[tuple[str, int], int | None]:
-    """Algorithm 2 for the collective shards, or the groups that a draft keeps."""
-    if draft.kept_groups is not None:
-        return {(name, i): group for name, groups in draft.kept_groups.items() for i, group in enumerate(groups)}
-    merged = [entry for entry in shards if draft.choices[entry[0].name].synchronizer in COLLECTIVES]
-    # `gradient_order` is from the loss to the input.
-    groups = merge_adjacent([size for _, _, size in merged[::-1]], draft.groups)[::-1]
-    return {(variable.name, index): group for (variable, index, _), group in zip(merged, groups, strict=True)}
+def config_of(partition: tuple[int, ...], shards: Sequence[Shard]) -> VariableConfig:
+    """Shards that are all alike are written once."""
+    return VariableConfig(partition=partition, shards=tuple(shards[:1] if len(set(shards)) == 1 else shards))
+
+
+def regrouped(configs: Configs, group_of: Mapping[tuple[str, int], int | None]) -> Configs:
+    """The configurations with these groups of single shards."""
+    changed = {}
+    for name in dict.fromkeys(name for name, _ in group_of):
+        config = configs[name]
+        shards = [config.shard(i).model_copy(update={"group": group_of[name, i]}) for i in range(config.shard_count)]
+        changed[name] = config_of(config.partition, shards)
+    return configs | changed
 
 
 def synchronizer_of(variable: Variable, served: bool, collective: Synchronizer) -> Synchronizer:
     if variable.sparse:
         return "sparse_parameter_server" if served else "sparse_all_gather"
     return "parameter_server" if served else collective
-
-
-def _shard(synchronizer: Synchronizer, owner: int | None, group: int | None, stations: tuple[int, ...]) -> Shard:
-    if owner is None:
-        return Shard(synchronizer=synchronizer, group=group)
-    return Shard(
-        synchronizer=synchronizer,
-        placement=(owner,),
-        stations=stations if synchronizer == "parameter_server" else (),
-    )
 
 
 def _shard_bytes(variable: Variable, partition: tuple[int, ...]) -> list[int]:

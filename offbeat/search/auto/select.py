@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.strategy import Schedule, Shard, Strategy
+from offbeat.strategy import Schedule, Strategy
 
 ACCURACY = 0.8
 """The paper's 'desired ranking accuracy (say 80%)'."""
@@ -92,17 +92,14 @@ def diverse_pick(
 
 def expression_similarity(first: Strategy, second: Strategy) -> float:
     """Share of the synchronisation-affecting factors that are the same, over all variables and the schedule."""
-    names = list(dict.fromkeys((*first.variables, *second.variables)))
-    same = total = 0
-    for name in names:
-        a, b = _factors(first, name), _factors(second, name)
-        same += sum(left == right for left, right in zip(a, b, strict=True))
-        total += len(a)
+    names = dict.fromkeys((*first.variables, *second.variables))
+    pairs = [pair for name in names for pair in zip(_factors(first, name), _factors(second, name), strict=True)]
+    same = sum(a == b for a, b in pairs)
     fields = [field for field in Schedule.model_fields if field != "order"]
     # The schedule affects every variable, so it weighs as much as all of one factor.
     weight = max(1, len(names)) / len(fields)
     alike = sum(getattr(first.schedule, field) == getattr(second.schedule, field) for field in fields)
-    return float((same + weight * alike) / (total + weight * len(fields)))
+    return float((same + weight * alike) / (len(pairs) + weight * len(fields)))
 
 
 def embedding_similarity(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
@@ -113,10 +110,5 @@ def embedding_similarity(first: NDArray[np.float64], second: NDArray[np.float64]
 
 def _factors(strategy: Strategy, variable: str) -> tuple[Any, ...]:
     config = strategy.config(variable)
-    shards: tuple[Shard, ...] = config.shards
-
-    def every(field: str) -> tuple[Any, ...]:
-        return tuple(getattr(shard, field) for shard in shards)
-
     fields = ("synchronizer", "placement", "stations", "group", "encoder")
-    return (config.partition, *(every(field) for field in fields))
+    return (config.partition, *(tuple(getattr(shard, field) for shard in config.shards) for field in fields))

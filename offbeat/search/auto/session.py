@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
-from offbeat.search.auto.launch import LocalRanks, Machines
 from offbeat.search.auto.store import TrialStore
-from offbeat.search.auto.trials import TrialOptions, TrialRunner
+from offbeat.search.auto.trials import LocalRanks, Machines, TrialOptions, TrialRunner
 from offbeat.search.auto.tune import Options, Progress, TuneResult
 from offbeat.search.auto.tune import tune as search_strategies
 
@@ -49,43 +47,27 @@ def tune(
     trials (None keeps nothing); with `resume` the latest search for this model on this cluster is continued. Ctrl-C
     returns what was found until then.
     """
-    machines = machines or LocalRanks(ranks)
-    cluster = cluster or cluster_of(machines)
-    if cluster.world_size != machines.world_size:
-        raise OffbeatError(
-            f"cluster: {cluster.name!r} has {cluster.world_size} devices for {machines.world_size} ranks"
-        )
-    runner = TrialRunner(machines, target_name(target), tuple(arguments), trial_options or TrialOptions())
-    graph = runner.discover()
-    known = cluster
-    with _opened(store) as kept:
-        search = _search_name(kept, graph.digest, cluster.digest, resume)
-        return search_strategies(
-            graph,
-            cluster,
-            lambda strategies, best: runner.run(graph, known, strategies, best),
-            replace(options or Options(), trials=trials, search=search, resume=resume),
-            store=kept,
-            costs=_known_costs(cluster.world_size),
-            on_progress=on_progress,
-        )
-
-
-def _known_costs(ranks: int) -> Costs:
-    """What is known of the trials' costs before the first trial."""
-    from offbeat.runtime.channel import known_costs
+    from offbeat.runtime.comm import known_costs
     from offbeat.search.auto.job import trial_backend
 
-    return known_costs(trial_backend(), ranks)
-
-
-def cluster_of(machines: Machines) -> ClusterSpec:
-    """What is known of the machines that trials run on."""
-    described = getattr(machines, "cluster_spec", None)
-    if described is not None:
-        spec: ClusterSpec = described()
-        return spec
-    return ClusterSpec.local(machines.world_size)
+    machines = machines or LocalRanks(ranks)
+    spec = cluster or machines.cluster_spec()
+    if spec.world_size != machines.world_size:
+        raise OffbeatError(f"cluster: {spec.name!r} has {spec.world_size} devices for {machines.world_size} ranks")
+    runner = TrialRunner(machines, target_name(target), tuple(arguments), trial_options or TrialOptions())
+    graph = runner.discover()
+    opened = nullcontext(store) if store is None or isinstance(store, TrialStore) else TrialStore(store)
+    with opened as kept:
+        search = _search_name(kept, graph.digest, spec.digest, resume)
+        return search_strategies(
+            graph,
+            spec,
+            lambda strategies, best: runner.run(graph, spec, strategies, best),
+            replace(options or Options(), trials=trials, search=search, resume=resume),
+            store=kept,
+            costs=known_costs(trial_backend(), spec.world_size),
+            on_progress=on_progress,
+        )
 
 
 def target_name(target: Target) -> str:
@@ -102,11 +84,6 @@ def target_name(target: Target) -> str:
             raise OffbeatError(f"target: {name!r} was made in an interactive session; put it in a file to tune it")
         module = Path(script).stem
     return f"{module}:{name}"
-
-
-def _opened(store: str | PathLike[str] | TrialStore | None) -> Any:
-    """A store to use in a `with` block, which closes it only if it was opened here."""
-    return nullcontext(store) if store is None or isinstance(store, TrialStore) else TrialStore(store)
 
 
 def _search_name(store: TrialStore | None, graph_digest: str, cluster_digest: str, resume: bool) -> str:

@@ -10,12 +10,15 @@ import math
 import sqlite3
 import time
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
@@ -63,44 +66,47 @@ CREATE TABLE IF NOT EXISTS simulators (
     PRIMARY KEY (domain, kind)
 );
 """
-_COLUMNS = "search, strategy, status, source, seconds, predicted_seconds, steps, error, created"
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Trial:
     """One strategy that was tried, and what became of it."""
 
     strategy: Strategy
     status: Status
-    seconds: float | None = None
+    seconds: FiniteFloat | None = None
     """Median time of a step; of the steps until then, if it was stopped; None if it did not get that far."""
     source: Source = "measured"
     """'measured': from a run; 'replayed': from a simulation that stands in for one."""
     search: str = ""
     """The search it belongs to."""
-    predicted_seconds: float | None = None
+    predicted_seconds: FiniteFloat | None = None
     """What the search had expected."""
-    steps: tuple[float, ...] = ()
+    steps: tuple[FiniteFloat, ...] = ()
     """Seconds of the timed steps."""
     error: str = ""
     """One sentence about what went wrong."""
-    created: float = 0.0
+    created: FiniteFloat = 0.0
     """Seconds since 1970; 0 until it is stored."""
 
-    def __post_init__(self) -> None:
-        for field, value, known in (
-            ("status", self.status, get_args(Status)),
-            ("source", self.source, get_args(Source)),
-        ):
-            if value not in known:
-                raise OffbeatError(f"trial: {field} {quote(value)} is not one of {', '.join(known)}")
+    @model_validator(mode="after")
+    def _is_timed(self) -> "Trial":
         if self.status == "done" and not (self.seconds is not None and self.seconds > 0):
-            raise OffbeatError(f"trial: seconds of a trial that is done must be positive, not {self.seconds!r}")
+            raise OffbeatError(f"seconds of a trial that is done must be positive, not {self.seconds!r}")
+        return self
 
     @property
     def usable(self) -> bool:
         """It says how fast the strategy is."""
         return self.status in ("done", "stopped") and self.seconds is not None
+
+    @property
+    def took(self) -> float:
+        """Its seconds; infinite where there are none."""
+        return math.inf if self.seconds is None else self.seconds
+
+
+_COLUMNS = tuple(field.name for field in fields(Trial))
 
 
 @dataclass(frozen=True)
@@ -127,16 +133,13 @@ class TrialStore:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = fspath(path)
-        try:
+        with self._explained("open"):
             self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
-        except sqlite3.Error as error:
-            raise OffbeatError(f"{self.path}: cannot open the trial store: {error}") from None
-        try:
-            with self._explained("open"):
+            try:
                 self._prepare()
-        except BaseException:
-            self._connection.close()
-            raise
+            except BaseException:
+                self._connection.close()
+                raise
 
     def __enter__(self) -> "TrialStore":
         return self
@@ -147,33 +150,30 @@ class TrialStore:
     def close(self) -> None:
         self._connection.close()
 
-    def add(self, graph: ModelGraph, cluster: ClusterSpec, trial: Trial) -> bool:
-        """Stores a trial for good before it returns; False if this search has one of the same strategy already."""
-        return bool(self.add_many(graph, cluster, [trial]))
+    def add(self, graph: ModelGraph, cluster: ClusterSpec, *trials: Trial) -> int:
+        """Stores all of them for good or, if the process dies meanwhile, none.
 
-    def add_many(self, graph: ModelGraph, cluster: ClusterSpec, trials: Iterable[Trial]) -> int:
-        """Stores all of them or, if the process dies meanwhile, none; how many were new."""
-        rows = [_row(trial) for trial in trials]
-        with self._explained("write to"), self._transaction():
+        How many were new: a search keeps one trial of each strategy."""
+        rows = [(trial.strategy.digest, *_row(trial)) for trial in trials]
+        with self._transaction():
             domain = self._domain_id(graph, cluster)
             before = self._connection.total_changes
             self._connection.executemany(
-                f"INSERT OR IGNORE INTO trials (domain, strategy_digest, {_COLUMNS}) "
-                f"VALUES ({domain}, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT OR IGNORE INTO trials (domain, strategy_digest, {', '.join(_COLUMNS)}) "
+                f"VALUES ({domain}, ?{', ?' * len(_COLUMNS)})",
                 rows,
             )
             return self._connection.total_changes - before
 
     def update(self, graph: ModelGraph, cluster: ClusterSpec, trial: Trial) -> None:
         """Puts in what is known by now of a trial that this search has stored before."""
-        with self._explained("write to"), self._transaction():
+        with self._transaction():
+            known = trial.status, trial.seconds, json.dumps(trial.steps)
+            where = self._domain_id(graph, cluster), trial.search, trial.source, trial.strategy.digest
             self._connection.execute(
                 "UPDATE trials SET status = ?, seconds = ?, steps = ? "
                 "WHERE domain = ? AND search = ? AND source = ? AND strategy_digest = ?",
-                (
-                    *(trial.status, trial.seconds, json.dumps(trial.steps), self._domain_id(graph, cluster)),
-                    *(trial.search, trial.source, trial.strategy.digest),
-                ),
+                (*known, *where),
             )
 
     def trials(
@@ -185,29 +185,23 @@ class TrialStore:
         source: Source | None = None,
     ) -> list[Trial]:
         """The trials of one domain, of one model, of one cluster or all, in the order in which they were made."""
-        conditions = {
-            "graph_digest": graph_digest,
-            "cluster_digest": cluster_digest,
-            "search": search,
-            "source": source,
-        }
-        given = {name: value for name, value in conditions.items() if value is not None}
+        names = ("graph_digest", "cluster_digest", "search", "source")
+        values = zip(names, (graph_digest, cluster_digest, search, source), strict=True)
+        given = {name: value for name, value in values if value is not None}
         where = " AND ".join(f"{name} = ?" for name in given) or "1"
-        with self._explained("read"):
-            rows = self._connection.execute(
-                f"SELECT {_COLUMNS} FROM trials JOIN domains ON domains.id = trials.domain "
-                f"WHERE {where} ORDER BY trials.id",
-                tuple(given.values()),
-            ).fetchall()
-        return [_trial(row, self.path) for row in rows]
+        rows = self._read(
+            f"SELECT {', '.join(_COLUMNS)} FROM trials JOIN domains ON domains.id = trials.domain "
+            f"WHERE {where} ORDER BY trials.id",
+            *given.values(),
+        )
+        return [_trial_of_row(row, self.path) for row in rows]
 
     def domains(self) -> list[Domain]:
         """Every model on every cluster that has trials."""
-        with self._explained("read"):
-            rows = self._connection.execute(
-                "SELECT graph_digest, cluster_digest, model, cluster_name, COUNT(trials.id) FROM domains "
-                "LEFT JOIN trials ON trials.domain = domains.id GROUP BY domains.id ORDER BY domains.id"
-            ).fetchall()
+        rows = self._read(
+            "SELECT graph_digest, cluster_digest, model, cluster_name, COUNT(trials.id) FROM domains "
+            "LEFT JOIN trials ON trials.domain = domains.id GROUP BY domains.id ORDER BY domains.id"
+        )
         for row in rows:
             if not all(isinstance(text, str) for text in row[:4]):
                 raise OffbeatError(
@@ -216,19 +210,16 @@ class TrialStore:
         return [Domain(*row) for row in rows]
 
     def load_domain(self, domain: Domain) -> tuple[ModelGraph, ClusterSpec]:
-        with self._explained("read"):
-            row = self._connection.execute(
-                "SELECT graph, cluster FROM domains WHERE graph_digest = ? AND cluster_digest = ?",
-                (domain.graph_digest, domain.cluster_digest),
-            ).fetchone()
-        if row is None:
+        query = "SELECT graph, cluster FROM domains WHERE graph_digest = ? AND cluster_digest = ?"
+        rows = self._read(query, domain.graph_digest, domain.cluster_digest)
+        if not rows:
             raise OffbeatError(f"{self.path}: there is no domain {domain.name!r}")
-        graph = ModelGraph.from_json(_unpacked(row[0], self.path), origin=self.path)
-        return graph, ClusterSpec.from_json(_text(row[1], self.path), origin=self.path)
+        graph = ModelGraph.from_json(_unpacked(rows[0][0], self.path), origin=self.path)
+        return graph, ClusterSpec.from_json(_text(rows[0][1], self.path), origin=self.path)
 
     def save_state(self, graph: ModelGraph, cluster: ClusterSpec, kind: str, state: bytes) -> None:
         """Keeps the state of a learned simulator of that kind for a domain, in the place of an earlier one."""
-        with self._explained("write to"), self._transaction():
+        with self._transaction():
             self._connection.execute(
                 "INSERT OR REPLACE INTO simulators (domain, kind, state) VALUES (?, ?, ?)",
                 (self._domain_id(graph, cluster), kind, state),
@@ -236,13 +227,12 @@ class TrialStore:
 
     def load_state(self, graph_digest: str, cluster_digest: str, kind: str) -> bytes | None:
         """What `save_state` kept; None if nothing was."""
-        with self._explained("read"):
-            row = self._connection.execute(
-                "SELECT state FROM simulators JOIN domains ON domains.id = simulators.domain "
-                "WHERE graph_digest = ? AND cluster_digest = ? AND kind = ?",
-                (graph_digest, cluster_digest, kind),
-            ).fetchone()
-        return None if row is None else bytes(row[0])
+        query = (
+            "SELECT state FROM simulators JOIN domains ON domains.id = simulators.domain "
+            "WHERE graph_digest = ? AND cluster_digest = ? AND kind = ?"
+        )
+        rows = self._read(query, graph_digest, cluster_digest, kind)
+        return bytes(rows[0][0]) if rows else None
 
     def export(self, folder: str | PathLike[str]) -> int:
         """Writes graph.json, cluster.json and trials.jsonl into one folder per domain; how many trials."""
@@ -268,10 +258,9 @@ class TrialStore:
             raise OffbeatError(f"{folder}: holds no domain, which is a folder with graph.json and trials.jsonl")
         # Everything is read before anything is stored, so that a bad file leaves the store as it was.
         domains = [_read_domain(path) for path in found]
-        return sum(self.add_many(graph, cluster, trials) for graph, cluster, trials in domains)
+        return sum(self.add(graph, cluster, *trials) for graph, cluster, trials in domains)
 
     def _prepare(self) -> None:
-        self._connection.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
         self._check_schema()
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Waits for the disk at every commit, so that a trial survives a power cut as well.
@@ -297,27 +286,30 @@ class TrialStore:
     def _domain_id(self, graph: ModelGraph, cluster: ClusterSpec) -> int:
         keys = (graph.digest, cluster.digest)
         query = "SELECT id FROM domains WHERE graph_digest = ? AND cluster_digest = ?"
-        row = self._connection.execute(query, keys).fetchone()
-        if row is None:
+        if not self._read(query, *keys):
             self._connection.execute(
                 "INSERT INTO domains (graph_digest, cluster_digest, model, cluster_name, graph, cluster) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (*keys, graph.name, cluster.name, zlib.compress(graph.to_json()), cluster.model_dump_json()),
             )
-            row = self._connection.execute(query, keys).fetchone()
-        return int(row[0])
+        return int(self._read(query, *keys)[0][0])
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._explained("read"):
+            return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Generator[None, None, None]:
-        # Takes the write lock at once: a reader that becomes a writer later can be refused without waiting.
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
+        with self._explained("write to"):
+            # Takes the write lock at once: a reader that becomes a writer later can be refused without waiting.
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
 
     @contextmanager
     def _explained(self, what: str) -> Generator[None, None, None]:
@@ -330,38 +322,20 @@ class TrialStore:
 
 
 def _row(trial: Trial) -> tuple[Any, ...]:
-    return (
-        trial.strategy.digest,
-        trial.search,
-        trial.strategy.to_json(),
-        trial.status,
-        trial.source,
-        trial.seconds,
-        trial.predicted_seconds,
-        json.dumps(trial.steps),
-        trial.error,
-        trial.created or time.time(),
-    )
+    values = {name: getattr(trial, name) for name in _COLUMNS}
+    values |= {"strategy": trial.strategy.to_json(), "steps": json.dumps(trial.steps)}
+    return tuple((values | {"created": trial.created or time.time()}).values())
 
 
-def _trial(row: tuple[Any, ...], origin: str) -> Trial:
-    raw = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    raw["steps"] = files.parse_json(_text(raw["steps"], origin), origin, "list of seconds")
-    return _checked(raw, _text(raw["strategy"], origin), origin)
+def _trial_of_row(row: tuple[Any, ...], origin: str) -> Trial:
+    raw = dict(zip(_COLUMNS, row, strict=True))
+    for name in ("steps", "strategy"):
+        raw[name] = files.parse_json(_text(raw[name], origin), origin, name)
+    return _checked(raw, origin)
 
 
 def _line(trial: Trial) -> str:
-    content = {
-        "search": trial.search,
-        "status": trial.status,
-        "source": trial.source,
-        "seconds": trial.seconds,
-        "predicted_seconds": trial.predicted_seconds,
-        "steps": trial.steps,
-        "error": trial.error,
-        "created": trial.created,
-        "strategy": json.loads(trial.strategy.to_json()),
-    }
+    content = {name: getattr(trial, name) for name in _COLUMNS} | {"strategy": json.loads(trial.strategy.to_json())}
     return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -369,49 +343,20 @@ def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
     graph = ModelGraph.load(path.with_name("graph.json"))
     cluster = ClusterSpec.load(path.with_name("cluster.json"))
     lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
-    return graph, cluster, [_read_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
+    named = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
+    return graph, cluster, [_checked(files.parse_json(line, origin, "trial"), origin) for line, origin in named]
 
 
-def _read_line(line: str, origin: str) -> Trial:
-    raw = files.parse_json(line, origin, "trial")
-    try:
-        strategy = json.dumps(raw["strategy"])
-    except (KeyError, TypeError, IndexError, RecursionError) as error:
-        raise OffbeatError(f"{origin}: not a trial: {type(error).__name__} at {error}") from None
-    return _checked(raw, strategy, origin)
-
-
-def _checked(raw: dict[str, Any], strategy: str, origin: str) -> Trial:
+def _checked(raw: Any, origin: str) -> Trial:
     """A trial of values that may be anything; the error names `origin`."""
     try:
-        return Trial(
-            strategy=Strategy.from_json(strategy, origin=origin),
-            status=raw["status"],
-            seconds=None if raw["seconds"] is None else _finite(raw["seconds"]),
-            source=raw["source"],
-            search=_text(raw["search"], origin),
-            predicted_seconds=None if raw["predicted_seconds"] is None else _finite(raw["predicted_seconds"]),
-            steps=tuple(map(_finite, raw["steps"])),
-            error=_text(raw["error"], origin),
-            created=_finite(raw["created"]),
-        )
-    except OffbeatError as error:
-        raise (error if str(error).startswith(origin) else OffbeatError(f"{origin}: {error}")) from None
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        said = " ".join(str(error).split())[:160]
-        raise OffbeatError(f"{origin}: not a trial: {type(error).__name__} at {said}") from None
-
-
-def _finite(value: Any) -> float:
-    seconds = float(value)
-    if not math.isfinite(seconds):
-        raise OffbeatError(f"not a trial: {quote(value)} is not a number of seconds")
-    return seconds
+        return TypeAdapter(Trial).validate_python(raw)
+    except ValidationError as error:
+        raise OffbeatError(f"{origin}: not a trial: {files.first_problem(error)}") from None
 
 
 def _text(value: Any, origin: str) -> str:
-    """A text that can be stored: SQLite takes no half of a surrogate pair, which JSON can spell."""
-    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+    if not isinstance(value, str):
         raise OffbeatError(f"{origin}: not a trial: {quote(value)} is not a text")
     return value
 

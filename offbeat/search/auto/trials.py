@@ -1,9 +1,9 @@
 """Strategies + a cluster to run on → trials: what each took, or how it failed.
 
 Trials run in processes of their own, one for each rank, launched with the variables torchrun sets: on this machine
-(`launch`), on several (`nodes`) or on an emulated cluster. Whatever a trial does (crash, hang, run out of memory) is
-recorded, and the next one starts in fresh processes. Trials of a 'package.module:function' share processes as long as
-all goes well, because starting torch takes longer than a trial; they are handed over when their job has ended.
+(`LocalRanks`), on several (`nodes`) or on an emulated cluster. Whatever a trial does (crash, hang, run out of memory)
+is recorded, and the next one starts in fresh processes. Trials of a 'package.module:function' share processes as long
+as all goes well, because starting torch takes longer than a trial; they are handed over when their job has ended.
 """
 
 import json
@@ -12,22 +12,65 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.estimate import operator_seconds
-from offbeat.search.auto.launch import TASK, Ended, Machines, first_failure, last_words
+from offbeat.launch import LOOPBACK, POLL_SECONDS, LocalJob, RankEnd, first_failure, free_port, last_words
 from offbeat.search.auto.store import Status, Trial
 from offbeat.strategy import Strategy
 
 JOB = ("-m", "offbeat.search.auto.job")
+TASK = "OFFBEAT_TRIAL_TASK"
+"""Variable that names the file which says what the ranks of a job are to do."""
 _OUT_OF_MEMORY = ("out of memory", "MemoryError", "Cannot allocate memory", "can't allocate memory", "bad_alloc")
+
+
+class Machines(Protocol):
+    """Where ranks are started: an `offbeat.emulate.Emulation` is one, `LocalRanks` and `LeadNode` are others."""
+
+    @property
+    def world_size(self) -> int: ...
+    def cluster_spec(self) -> ClusterSpec:
+        """What is known of them before anything is measured."""
+
+    def run(
+        self, program: Any, *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
+    ) -> Sequence[RankEnd]: ...
+
+
+class LocalRanks:
+    """Ranks on this machine, which talk over loopback or within the device's interconnect."""
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise OffbeatError(f"ranks: {world_size} is not at least 1")
+        self.world_size = world_size
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec.local(self.world_size)
+
+    def run(
+        self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
+    ) -> list[RankEnd]:
+        """Runs a Python program on every rank; all are ended when one fails or time is up."""
+        master = (LOOPBACK, free_port(LOOPBACK))
+        with LocalJob(program, range(self.world_size), self.world_size, master, env) as job:
+            in_time = job.wait(timeout)
+            if job.failed:
+                # Others that fail for the same reason get a moment to say so.
+                time.sleep(POLL_SECONDS)
+            ends = job.finish(timed_out=not in_time)
+        if check:
+            require_success(ends)
+        return ends
 
 
 @dataclass(frozen=True)
@@ -63,8 +106,6 @@ class TrialRunner:
     target: str
     arguments: tuple[str, ...] = ()
     options: TrialOptions = field(default_factory=TrialOptions)
-    launches: int = 0
-    """Jobs started so far."""
 
     def __post_init__(self) -> None:
         check_target(self.target)
@@ -79,19 +120,15 @@ class TrialRunner:
     def discover(self) -> ModelGraph:
         """The step's graph with measured compute times, from a run in which every rank trains alone."""
         lines, ends = self._launch([], None, None, None)
-        if not lines or lines[0]["status"] != "done":
-            failure = _failure(ends, self.options.timeout_seconds)
-            said = lines[0]["error"] if lines else failure[1]
+        found = lines[0] if lines else {}
+        if found.get("status") != "done":
+            said = found.get("error") or _failure(ends, self.options.timeout_seconds)[1]
             raise OffbeatError(f"{self.target}: cannot be run once by itself: {said}")
-        graph = ModelGraph.from_json(json.dumps(lines[0]["graph"]), origin=self.target)
-        return with_compute_seconds(graph, lines[0]["forward_seconds"], lines[0]["backward_seconds"])
+        graph = ModelGraph.from_json(json.dumps(found["graph"]), origin=self.target)
+        return with_compute_seconds(graph, found["forward_seconds"], found["backward_seconds"])
 
     def run(
-        self,
-        graph: ModelGraph,
-        cluster: ClusterSpec,
-        strategies: Sequence[Strategy],
-        best_seconds: float | None = None,
+        self, graph: ModelGraph, cluster: ClusterSpec, strategies: Sequence[Strategy], best_seconds: float | None = None
     ) -> Iterator[Trial]:
         """One trial for each strategy, in order; a job that fails costs the strategy it was at, and no other."""
         tried = 0
@@ -102,8 +139,8 @@ class TrialRunner:
             if len(lines) < len(waiting):
                 status, error = _failure(ends, self.options.timeout_seconds * len(waiting))
                 trials.append(Trial(waiting[len(lines)], status, error=error))
-            done = [trial.seconds for trial in trials if trial.status == "done" and trial.seconds]
-            best_seconds = min((*done, *(() if best_seconds is None else (best_seconds,))), default=None)
+            done = [trial.took for trial in trials if trial.status == "done"]
+            best_seconds = min(done if best_seconds is None else [*done, best_seconds], default=None)
             tried += len(trials)
             yield from trials
 
@@ -113,7 +150,7 @@ class TrialRunner:
         graph: ModelGraph | None,
         cluster: ClusterSpec | None,
         best_seconds: float | None,
-    ) -> tuple[list[dict[str, Any]], Sequence[Ended]]:
+    ) -> tuple[list[dict[str, Any]], Sequence[RankEnd]]:
         options = self.options
         ratio = options.stop_ratio
         with tempfile.TemporaryDirectory(prefix="offbeat-trial-") as folder:
@@ -126,18 +163,14 @@ class TrialRunner:
                 "graph": None if graph is None else json.loads(graph.to_json()),
                 "cluster": None if cluster is None else cluster.model_dump_json(),
                 "results": str(here / "results.jsonl"),
-                "warm_up": options.warm_up,
-                "timed": options.timed,
-                "early_steps": options.early_steps,
                 "stop_above_seconds": None if ratio is None or best_seconds is None else ratio * best_seconds,
-                "timeout_seconds": options.timeout_seconds,
+                **asdict(options),
             }
             (here / "task.json").write_text(json.dumps(task))
-            self.launches += 1
             ends = self.machines.run(
                 list(JOB),
                 timeout=options.timeout_seconds * max(1, len(strategies)),
-                env={TASK: str(here / "task.json"), "PYTHONPATH": os.pathsep.join(task["path"])},  # type: ignore[arg-type]
+                env={TASK: str(here / "task.json"), "PYTHONPATH": os.pathsep.join(task["path"])},
                 check=False,
             )
             results = here / "results.jsonl"
@@ -157,9 +190,7 @@ def check_target(target: str) -> None:
 def with_compute_seconds(graph: ModelGraph, forward_seconds: float, backward_seconds: float) -> ModelGraph:
     """The graph with both phases' measured times, shared out over its operators by their work."""
     seconds: dict[str, float] = {}
-    totals = {"forward": forward_seconds, "backward": backward_seconds}
-    for phase, total in totals.items():
-        operators = [operator for operator in graph.operators if operator.phase == phase]
+    for operators, total in ((graph.phase("forward"), forward_seconds), (graph.phase("backward"), backward_seconds)):
         # Peaks of an ordinary core: only the proportions count.
         work = [operator_seconds(operator, 5e10, 1e10) for operator in operators]
         whole = sum(work)
@@ -174,7 +205,7 @@ def _trial(strategy: Strategy, line: dict[str, Any]) -> Trial:
     return Trial(strategy, line["status"], seconds, steps=steps, error=line.get("error", ""))
 
 
-def _failure(ends: Sequence[Ended], timeout_seconds: float) -> tuple[Status, str]:
+def _failure(ends: Sequence[RankEnd], timeout_seconds: float) -> tuple[Status, str]:
     """What ended a job that gave too few results."""
     failed = first_failure(ends)
     if failed is None:
@@ -189,3 +220,9 @@ def _failure(ends: Sequence[Ended], timeout_seconds: float) -> tuple[Status, str
         if any(sign in end.stderr for sign in _OUT_OF_MEMORY):
             return "out_of_memory", f"rank {end.rank} ran out of memory: {last_words(end)}"
     return "crashed", f"rank {failed.rank}: {last_words(failed)}"
+
+
+def require_success(ends: Sequence[RankEnd]) -> None:
+    failed = first_failure(ends)
+    if failed is not None:
+        raise OffbeatError(f"rank {failed.rank} failed: {last_words(failed)}")

@@ -12,8 +12,8 @@ neighbours of the best so far; `random` and `autosync` draw from the constrained
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -21,25 +21,16 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.search.auto.guide import Guide
-from offbeat.search.auto.neighbours import vary
-from offbeat.search.auto.options import Options, Progress, TuneResult
-from offbeat.search.auto.sampler import Sampler
-from offbeat.search.auto.select import (
-    diverse_pick,
-    elite,
-    embedding_similarity,
-    expression_similarity,
-    fidelity_level,
-)
-from offbeat.search.auto.starts import starting_strategies
+from offbeat.search.auto.guide import Guide, GuideName
+from offbeat.search.auto.neighbours import starting_strategies, vary
+from offbeat.search.auto.sampler import Sampler, Space
+from offbeat.search.auto.select import diverse_pick, elite, embedding_similarity, expression_similarity, fidelity_level
 from offbeat.search.auto.store import Domain, Trial, TrialStore
+from offbeat.simulate.learned.features import TrainingSchedule
 from offbeat.strategy import Strategy, transfer
 
 if TYPE_CHECKING:
     from offbeat.simulate.learned.ranking import Simulator
-
-__all__ = ["Options", "Progress", "Run", "TuneResult", "tune"]
 
 Run = Callable[[Sequence[Strategy], float | None], Iterable[Trial]]
 """Strategies and the best seconds so far → one trial for each, as they end."""
@@ -50,6 +41,87 @@ _TRANSFERRED = 3
 _PARENTS = 5
 
 
+@dataclass(frozen=True)
+class Options:
+    """How to search."""
+
+    trials: int = 20
+    guide: GuideName = "combined"
+    seed: int = 0
+    candidates: int = 120
+    """Strategies that are predicted in each round (Algorithm 1's N)."""
+    generations: int = 3
+    """Times the best predicted candidates are replaced by neighbours of theirs before a trial, where the guide may."""
+    per_round: int = 4
+    """Trials of each round (its K)."""
+    finalists: int = 3
+    """How many of the fastest strategies, beside the fastest builder's, are run again at the end, beyond `trials`. The
+    best of these second runs is returned (see `MARGIN`), because the fastest trial may be an outlier. 0 returns the
+    fastest trial."""
+    alpha: float = 0.1
+    """Weight of similarity against time."""
+    similarity: str = "expression"
+    """'expression', or 'embedding' once a learned model has a hidden vector to compare."""
+    search: str = "search"
+    """Name under which trials are stored."""
+    resume: bool = False
+    """Continue the search of that name; otherwise it must be new."""
+    time_limit_seconds: float | None = None
+    baseline_seconds: float | None = None
+    """What the hit rate is counted against; None takes the best builder's trial so far."""
+    space: Space = field(default_factory=Space)
+    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
+    """How learned models are trained the first time."""
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "candidates", "generations", "per_round"):
+            if getattr(self, name) < 1:
+                raise OffbeatError(f"{name}: {getattr(self, name)} is not at least 1")
+        if self.guide not in get_args(GuideName):
+            raise OffbeatError(f"guide: {self.guide!r} is not one of {', '.join(get_args(GuideName))}")
+        if self.similarity not in ("expression", "embedding"):
+            raise OffbeatError(f"similarity: {self.similarity!r} is neither 'expression' nor 'embedding'")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a search knows after a trial."""
+
+    number: int
+    """Trials so far, this one included."""
+    trials: int
+    trial: Trial
+    best: Trial | None
+    hit_rate: float
+    """Share of the trials that beat the baseline; nan as long as there is none."""
+    accuracy: float
+    """Share of the pairs of trials that were predicted in the right order; nan without predictions."""
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a search found."""
+
+    search: str
+    """The name under which its trials are stored."""
+    best: Trial | None
+    """None if no trial came to its end."""
+    trials: tuple[Trial, ...]
+    """All trials of the search in their order, also those of earlier runs that were resumed."""
+    baseline_seconds: float | None
+    hit_rate: float
+    accuracy: float
+    interrupted: bool
+    simulator: "Simulator | None"
+
+    @property
+    def strategy(self) -> Strategy:
+        if self.best is None:
+            raise OffbeatError(f"none of the {len(self.trials)} trials came to its end, so there is no best strategy")
+        return self.best.strategy
+
+
 def tune(
     graph: ModelGraph,
     cluster: ClusterSpec,
@@ -58,15 +130,15 @@ def tune(
     *,
     store: TrialStore | None = None,
     costs: Costs | None = None,
-    simulator: "Simulator | None" = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
     """Searches for the fastest strategy with real trials.
 
-    `graph` should carry measured compute times; `costs` what is known of the network. `simulator` is a learned model
-    to start from.
+    `graph` should carry measured compute times; `costs` what is known of the network.
     """
-    search = _Search(graph, cluster, run, options or Options(), store, costs, simulator, on_progress)
+    options = options or Options()
+    guide = Guide(options.guide, graph, cluster, costs=costs, schedule=options.schedule, seed=options.seed)
+    search = _Search(graph, cluster, run, options, store, guide, on_progress)
     interrupted = False
     try:
         search.start()
@@ -76,50 +148,39 @@ def tune(
     except KeyboardInterrupt:
         interrupted = True
     return TuneResult(
-        search=search.options.search,
+        search=options.search,
         best=search.winner or search.best,
         trials=tuple(search.trials),
         baseline_seconds=search.baseline,
         hit_rate=search.hit_rate,
-        accuracy=search.guide.accuracy(search.trials),
+        accuracy=guide.accuracy(search.trials),
         interrupted=interrupted,
-        simulator=search.guide.simulator,
+        simulator=guide.simulator,
     )
 
 
+@dataclass
 class _Search:
     """The state of one search."""
 
-    def __init__(
-        self,
-        graph: ModelGraph,
-        cluster: ClusterSpec,
-        run: Run,
-        options: Options,
-        store: TrialStore | None,
-        costs: Costs | None,
-        simulator: "Simulator | None",
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.graph, self.cluster, self.run, self.options = graph, cluster, run, options
-        self.store, self.on_progress = store, on_progress
-        self.guide = Guide(
-            options.guide,
-            graph,
-            cluster,
-            costs=costs,
-            schedule=options.schedule,
-            simulator=simulator,
-            seed=options.seed,
-        )
+    graph: ModelGraph
+    cluster: ClusterSpec
+    run: Run
+    options: Options
+    store: TrialStore | None
+    guide: Guide
+    on_progress: Callable[[Progress], None] | None
+    starts: list[Strategy] = field(default_factory=list)
+    winner: Trial | None = None
+    """The best of the finalists, once they have been run again."""
+
+    def __post_init__(self) -> None:
         self.trials = self._stored()
-        # A resumed search must not draw the strategies again that it drew before.
-        self.sampler = Sampler(graph, cluster, options.seed + 1_000_003 * len(self.trials), options.space)
-        self.starts: list[Strategy] = []
-        self.began = time.monotonic()
         self.tried_before = len(self.trials)
-        self.winner: Trial | None = None
-        """The best of the finalists, once they have been run again."""
+        # A resumed search must not draw the strategies again that it drew before.
+        seed = self.options.seed + 1_000_003 * self.tried_before
+        self.sampler = Sampler(self.graph, self.cluster, seed, self.options.space)
+        self.began = time.monotonic()
 
     @property
     def uses_neighbours(self) -> bool:
@@ -128,29 +189,29 @@ class _Search:
 
     @property
     def best(self) -> Trial | None:
-        return _fastest(self.trials)
+        return next(iter(_fastest(self.trials)), None)
 
     @property
     def baseline(self) -> float | None:
-        if self.options.baseline_seconds is not None:
-            return self.options.baseline_seconds
-        built = _fastest([trial for trial in self.trials if trial.strategy.name != "auto"])
-        return None if built is None else built.seconds
+        built = next((trial.seconds for trial in _fastest(self.trials, built=True)), None)
+        return built if self.options.baseline_seconds is None else self.options.baseline_seconds
 
     @property
     def hit_rate(self) -> float:
         baseline = self.baseline
         if baseline is None or not self.trials:
             return math.nan
-        hits = sum(trial.status == "done" and (trial.seconds or math.inf) < baseline for trial in self.trials)
+        hits = sum(trial.status == "done" and trial.took < baseline for trial in self.trials)
         return hits / len(self.trials)
 
     def start(self) -> None:
         """Builders and earlier trials, where the guide makes use of them."""
         if self.uses_neighbours:
             self.starts = starting_strategies(self.graph, self.cluster)
-        if self.store is not None and self.options.use_earlier:
-            domains = [domain for domain in self.store.domains() if self._is_similar(domain)]
+        if self.store is not None:
+            # The same model elsewhere, or another model here.
+            mine = {self.graph.digest, self.graph.name, self.cluster.digest}
+            domains = [d for d in self.store.domains() if {d.graph_digest, d.model, d.cluster_digest} & mine]
             self._load_state(self.store, domains)
             for domain in domains:
                 self._use_earlier(self.store, domain)
@@ -181,27 +242,27 @@ class _Search:
             if not self.wants_more():
                 break
         self.guide.learn(self.trials)
-        self._save_state()
+        simulator = self.guide.simulator
+        if self.store is not None and simulator is not None and simulator.trained_on:
+            self.store.save_state(self.graph, self.cluster, simulator.kind, simulator.to_bytes())
 
     def final(self) -> None:
         """Runs the fastest strategies and the fastest builder's again."""
-        done = sorted((t for t in self.trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)
-        built = [trial for trial in done if trial.strategy.name != "auto"][:1]
-        again = list({t.strategy.digest: t for t in (*done[: self.options.finalists], *built)}.values())
+        chosen = (*_fastest(self.trials)[: self.options.finalists], *_fastest(self.trials, built=True)[:1])
+        again = list({trial.strategy.digest: trial for trial in chosen}.values())
         if self.options.finalists < 1 or len(again) < 2 or self._late():
             return
-        for trial, repeated in zip(again, self.run([t.strategy for t in again], None), strict=False):
+        for place, repeated in enumerate(self.run([trial.strategy for trial in again], None)):
             if repeated.status == "done":
                 # The first run was chosen for being fast; the second says what is usual.
-                second = replace(trial, seconds=repeated.seconds, steps=repeated.steps)
-                self.trials[self.trials.index(trial)] = second
+                second = replace(again[place], seconds=repeated.seconds, steps=repeated.steps)
+                self.trials[self.trials.index(again[place])] = second
+                again[place] = second
                 if self.store is not None:
                     self.store.update(self.graph, self.cluster, second)
-        finalists = {trial.strategy.digest for trial in again}
-        best = _fastest([trial for trial in self.trials if trial.strategy.digest in finalists])
-        hand_made = _fastest([t for t in self.trials if t.strategy.digest in finalists and t.strategy.name != "auto"])
-        slower = math.inf if best is None or hand_made is None else (hand_made.seconds or 0.0) / (best.seconds or 1.0)
-        self.winner = hand_made if slower < 1 + MARGIN else best
+        best = _fastest(again)[0]
+        hand_made = _fastest(again, built=True)
+        self.winner = next((trial for trial in hand_made if trial.took < (1 + MARGIN) * best.took), best)
 
     def _best_starts(self) -> list[Strategy]:
         """The best predicted hand-made strategy of each builder, best first."""
@@ -218,24 +279,27 @@ class _Search:
         if self.uses_neighbours:
             candidates = self._unlike(self._evolve(candidates), 2 * count)
         predicted = self.guide.predict(candidates)
-        recent = [trial for trial in self.trials if trial.usable]
-        level = math.inf
-        if recent:
-            again = self.guide.predict([trial.strategy for trial in recent])
-            level = fidelity_level(again, [trial.seconds or 0.0 for trial in recent])
-        kept = elite(predicted, level, least=2 * count)
-        similar = self._similarity([candidates[position] for position in kept])
-        return [candidates[kept[p]] for p in diverse_pick(predicted[kept], similar, count, self.options.alpha)]
+        usable = [trial for trial in self.trials if trial.usable]
+        again = self.guide.predict([trial.strategy for trial in usable])
+        level = fidelity_level(again, [trial.took for trial in usable])
+        positions = elite(predicted, level, least=2 * count)
+        kept = [candidates[position] for position in positions]
+        vectors = self.guide.embed(kept) if self.options.similarity == "embedding" else None
+
+        def similarity(a: int, b: int) -> float:
+            if vectors is None:
+                return expression_similarity(kept[a], kept[b])
+            return embedding_similarity(vectors[a], vectors[b])
+
+        return [kept[p] for p in diverse_pick(predicted[positions], similarity, count, self.options.alpha)]
 
     def _candidates(self) -> list[Strategy]:
         """New strategies, each once."""
         total = self.options.candidates
+        found = list(self.starts)
         if self.uses_neighbours:
             total //= self.options.generations
-        found = list(self.starts)
-        best = sorted((t for t in self.trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)[:3]
-        if self.uses_neighbours:
-            for near in [trial.strategy for trial in best] or self.starts[:3]:
+            for near in [trial.strategy for trial in _fastest(self.trials)[:3]] or self.starts[:3]:
                 found += vary(self.sampler, near, max(1, total // 6))
         found += self.sampler.sample(max(1, total // 3, total - len(found)))
         return self._untried(found)
@@ -254,8 +318,7 @@ class _Search:
         seen = {f"{seconds:.6g}" for seconds in self.guide.predict([trial.strategy for trial in self.trials])}
         fresh: list[Strategy] = []
         like: list[Strategy] = []
-        several = list({strategy.digest: strategy for strategy in candidates}.values())
-        for strategy, seconds in zip(several, self.guide.predict(several), strict=True):
+        for strategy, seconds in zip(candidates, self.guide.predict(candidates), strict=True):
             (like if f"{seconds:.6g}" in seen else fresh).append(strategy)
             seen.add(f"{seconds:.6g}")
         return fresh + like[: max(0, least - len(fresh))]
@@ -264,12 +327,6 @@ class _Search:
         tried = {trial.strategy.digest for trial in self.trials}
         return list({s.digest: s for s in strategies if s.digest not in tried}.values())
 
-    def _similarity(self, candidates: Sequence[Strategy]) -> Callable[[int, int], float]:
-        vectors = self.guide.embed(candidates) if self.options.similarity == "embedding" else None
-        if vectors is None:
-            return lambda a, b: expression_similarity(candidates[a], candidates[b])
-        return lambda a, b: embedding_similarity(vectors[a], vectors[b])
-
     def _record(self, trial: Trial) -> None:
         stored = replace(trial, search=self.options.search)
         if self.store is not None:
@@ -277,15 +334,14 @@ class _Search:
         self.trials.append(stored)
         if self.on_progress is None:
             return
-        made = len(self.trials) - self.tried_before
-        each = (time.monotonic() - self.began) / made
-        left = each * (self.options.trials - len(self.trials))
-        limit = self.options.time_limit_seconds
-        if limit is not None:
-            left = min(left, max(0.0, limit - (time.monotonic() - self.began)))
+        spent = time.monotonic() - self.began
+        left = spent / (len(self.trials) - self.tried_before) * (self.options.trials - len(self.trials))
+        if self.options.time_limit_seconds is not None:
+            left = min(left, max(0.0, self.options.time_limit_seconds - spent))
         accuracy = self.guide.accuracy(self.trials)
-        progress = Progress(len(self.trials), self.options.trials, stored, self.best, self.hit_rate, accuracy, left)
-        self.on_progress(progress)
+        self.on_progress(
+            Progress(len(self.trials), self.options.trials, stored, self.best, self.hit_rate, accuracy, left)
+        )
 
     def _stored(self) -> list[Trial]:
         """The trials of the search that is resumed."""
@@ -300,53 +356,31 @@ class _Search:
             )
         return known
 
-    def _is_similar(self, domain: Domain) -> bool:
-        """The same model elsewhere, or another model here."""
-        return (
-            domain.graph_digest == self.graph.digest
-            or domain.model == self.graph.name
-            or domain.cluster_digest == self.cluster.digest
-        )
-
     def _load_state(self, store: TrialStore, domains: Sequence[Domain]) -> None:
         """Begins with a model that an earlier search trained: for this very domain, or for one that has most trials."""
         simulator = self.guide.simulator
-        if simulator is None or simulator.trained_on:
-            return
-        mine = (self.graph.digest, self.cluster.digest)
-        for domain in sorted(
-            domains, key=lambda each: ((each.graph_digest, each.cluster_digest) != mine, -each.trials)
-        ):
-            state = store.load_state(domain.graph_digest, domain.cluster_digest, simulator.kind)
-            if state is not None and self.guide.restore(state):
-                return
+        if simulator is not None:
+            for domain in sorted(domains, key=lambda each: (not self._is_mine(each), -each.trials)):
+                state = store.load_state(domain.graph_digest, domain.cluster_digest, simulator.kind)
+                if state is not None and self.guide.restore(state):
+                    return
 
-    def _save_state(self) -> None:
-        simulator = self.guide.simulator
-        if self.store is not None and simulator is not None and simulator.trained_on:
-            self.store.save_state(self.graph, self.cluster, simulator.kind, simulator.to_bytes())
+    def _is_mine(self, domain: Domain) -> bool:
+        return (domain.graph_digest, domain.cluster_digest) == (self.graph.digest, self.cluster.digest)
 
     def _use_earlier(self, store: TrialStore, domain: Domain) -> None:
         """Trials of other searches: data for the simulator, and strategies to begin with."""
-        same_graph = domain.graph_digest == self.graph.digest
-        trials = [
-            trial
-            for trial in store.trials(domain.graph_digest, domain.cluster_digest)
-            if trial.search != self.options.search or not (same_graph and domain.cluster_digest == self.cluster.digest)
-        ]
-        if not trials:
-            return
-        graph, cluster = store.load_domain(domain)
-        self.guide.add_domain(graph, cluster, trials)
-        if not self.uses_neighbours:
-            return
-        fastest = sorted((t for t in trials if t.status == "done"), key=lambda trial: trial.seconds or 0.0)
-        for trial in fastest[:_TRANSFERRED]:
-            moved = transfer(trial.strategy, self.graph, self.cluster)
-            if moved.variables:
-                self.starts.append(moved)
+        trials = store.trials(domain.graph_digest, domain.cluster_digest)
+        if self._is_mine(domain):
+            trials = [trial for trial in trials if trial.search != self.options.search]
+        if trials:
+            self.guide.add_domain(*store.load_domain(domain), trials)
+        if self.uses_neighbours:
+            moved = (transfer(t.strategy, self.graph, self.cluster) for t in _fastest(trials)[:_TRANSFERRED])
+            self.starts += [strategy for strategy in moved if strategy.variables]
 
 
-def _fastest(trials: Sequence[Trial]) -> Trial | None:
-    done = [trial for trial in trials if trial.status == "done" and trial.seconds is not None]
-    return min(done, key=lambda trial: trial.seconds or math.inf, default=None)
+def _fastest(trials: Sequence[Trial], built: bool = False) -> list[Trial]:
+    """Those that came to their end, fastest first; with `built` those of the builders only."""
+    done = (trial for trial in trials if trial.status == "done" and not (built and trial.strategy.name == "auto"))
+    return sorted(done, key=lambda trial: trial.took)

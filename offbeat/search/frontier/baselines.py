@@ -9,9 +9,13 @@
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from offbeat.search.frontier.algebra import frontier_reduce
 from offbeat.search.frontier.configs import NONE, Configurations
@@ -19,7 +23,7 @@ from offbeat.search.frontier.costs import Prices
 from offbeat.search.frontier.evaluate import Strategies, expanded
 from offbeat.search.frontier.model import FrontierPoint
 from offbeat.search.frontier.track import track
-from offbeat.search.frontier.units import Unit
+from offbeat.search.frontier.units import Map, Unit
 
 _MOST_DIMENSIONS = 12
 """Logical dimensions Mesh-TensorFlow's search considers: those that most units have."""
@@ -31,7 +35,7 @@ def baselines(prices: Prices) -> dict[str, FrontierPoint]:
         "data parallel": data_parallel(prices),
         "OptCNN": optcnn(prices),
         "ToFu": tofu(prices),
-        "Mesh-TensorFlow": min(mesh_tensorflow(prices), key=lambda point: point.time_seconds),
+        "Mesh-TensorFlow": mesh_tensorflow(prices)[-1],
     }
 
 
@@ -47,9 +51,8 @@ def data_parallel(prices: Prices) -> FrontierPoint:
 def optcnn(prices: Prices) -> FrontierPoint:
     """The fastest strategy."""
     ops, edges = prices.tables(False, ("time", "time"))
-    found = track([_blind(costs) for costs in ops], {pair: _blind(costs) for pair, costs in edges.items()})
-    points = _points(prices, found.choices, "optcnn")
-    return min(points, key=lambda point: point.time_seconds)
+    found = track(ops, edges)
+    return _points(prices, found.choices, "optcnn")[-1]
 
 
 def tofu(prices: Prices) -> FrontierPoint:
@@ -60,44 +63,33 @@ def tofu(prices: Prices) -> FrontierPoint:
     ]
     ops = [costs[kept] for costs, kept in zip(ops, allowed, strict=True)]
     edges = {(i, j): costs[np.ix_(allowed[i], allowed[j])] for (i, j), costs in edges.items()}
-    found = track(ops, edges)
-    fastest = found.choices[-1:]
-    choices = np.array([[kept[choice] for kept, choice in zip(allowed, row, strict=True)] for row in fastest], np.int64)
-    return _points(prices, choices, "tofu", small=True)[0]
+    fastest = track(ops, edges).choices[-1]
+    choices = np.array([[kept[choice] for kept, choice in zip(allowed, fastest, strict=True)]], np.int64)
+    found = expanded(prices, choices)
+    return Strategies(prices, "tofu").point(choices, found, len(found.row) - 1)
 
 
 def mesh_tensorflow(prices: Prices) -> list[FrontierPoint]:
     """The frontier of strategies with one global map, by memory upwards."""
     dimension = _dimensions(prices)
-    known: dict[tuple[int, ...], int] = {}
-    rows = set()
-    for symbols in _global_maps(prices, dimension):
-        row = []
-        for index, (unit, configs) in enumerate(zip(prices.units.units, prices.configs, strict=True)):
-            wanted = _global_row(index, unit, symbols, dimension)
-            key = (index, *wanted)
-            if key not in known:
-                known[key] = _closest(configs, wanted)
-            row.append(known[key])
-        rows.add(tuple(row))
-    choices = np.array(sorted(rows), np.int64)
-    points = _points(prices, choices, "mesh_tensorflow")
-    kept = frontier_reduce([(point.memory_bytes, point.time_seconds) for point in points])
-    return [points[index] for index in kept]
+
+    @cache
+    def chosen(index: int, wanted: tuple[int, ...]) -> int:
+        return _closest(prices.configs[index], wanted)
+
+    rows = {
+        tuple(chosen(i, _global_row(i, unit, symbols, dimension)) for i, unit in enumerate(prices.units.units))
+        for symbols in _global_maps(prices, dimension)
+    }
+    return _points(prices, np.array(sorted(rows), np.int64), "mesh_tensorflow")
 
 
-def _points(prices: Prices, choices: NDArray[np.int64], name: str, small: bool = False) -> list[FrontierPoint]:
-    found = expanded(prices, choices, walk=small)
+def _points(prices: Prices, choices: NDArray[np.int64], name: str) -> list[FrontierPoint]:
+    """The non-dominated points of these choices, keeping what is fast."""
+    found = expanded(prices, choices, walk=False)
     strategies = Strategies(prices, name)
-    if not small:
-        best = np.asarray(frontier_reduce(np.stack([found.memory, found.time], axis=1)), np.int64)
-        return [strategies.point(choices, found, int(index)) for index in best]
-    last = [int(np.flatnonzero(found.row == row)[-1]) for row in range(len(choices))]
-    return [strategies.point(choices, found, index) for index in last]
-
-
-def _blind(costs: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.stack([np.zeros(costs.shape[:-1]), costs[..., 1]], axis=-1)
+    best = frontier_reduce(np.stack([found.memory, found.time], axis=1))
+    return [strategies.point(choices, found, int(index)) for index in best]
 
 
 def _first_label(unit: Unit) -> int:
@@ -107,7 +99,7 @@ def _first_label(unit: Unit) -> int:
     return firsts[0] if firsts else NONE
 
 
-def _closest(configs: Configurations, wanted: list[int]) -> int:
+def _closest(configs: Configurations, wanted: Sequence[int]) -> int:
     """The configuration that agrees with the wanted labels on most fine axes and splits nothing else."""
     asked = np.asarray(wanted, np.int64)
     agree = (configs.before == asked).sum(axis=1) * 2.0
@@ -118,46 +110,33 @@ def _closest(configs: Configurations, wanted: list[int]) -> int:
 
 def _smallest(unit: Unit, configs: Configurations, prices: Prices) -> NDArray[np.int64]:
     """The configurations that hold the fewest bytes of all tensors of a unit together."""
-    factors = np.array(prices.mesh.factors, np.float64)
     held = np.zeros(len(configs))
     for number, member in enumerate(unit.members):
         operator = member.operator
-        outputs = [(spec.bytes, labels) for spec, labels in zip(operator.outputs, member.rule.outputs, strict=True)]
-        variables = [
-            (prices.graph.variable(name).bytes, labels)
-            for name, labels in zip(operator.variables, member.rule.variables, strict=True)
-        ]
-        inputs = [
-            (prices.graph.operator(name).outputs[0].bytes, labels)
-            for name, labels in zip(operator.inputs, member.rule.inputs, strict=True)
-        ]
-        for tensors, result in ((outputs, True), (variables + inputs, False)):
+        read = [prices.graph.operator(name).outputs[0].bytes for name in operator.inputs]
+        read += [prices.graph.variable(name).bytes for name in operator.variables]
+        made = [spec.bytes for spec in operator.outputs]
+        sides = (made, member.rule.outputs, True), (read, member.rule.inputs + member.rule.variables, False)
+        for sizes, maps, result in sides:
             symbols = configs.symbols(unit, number, result)
-            for size, labels in tensors:
-                split = np.isin(symbols, [label for label in labels if label >= 0])
-                held += size * np.prod(np.where(split, 1.0 / factors, 1.0), axis=1)
+            for size, labels in zip(sizes, maps, strict=True):
+                held += size * prices.share(symbols, labels)
     return np.flatnonzero(held <= held.min() * (1 + 1e-9))
 
 
 def _dimensions(prices: Prices) -> dict[tuple[int, int], int]:
     """The logical dimension of each label of each unit: labels that a tensor between units connects are one."""
-    parent: dict[tuple[int, int], tuple[int, int]] = {
-        (index, label): (index, label)
-        for index, unit in enumerate(prices.units.units)
-        for label in range(len(unit.sizes))
-    }
-
-    def find(node: tuple[int, int]) -> tuple[int, int]:
-        while parent[node] != node:
-            node = parent[node]
-        return node
-
-    for flow in prices.units.flows:
-        for first, second in zip(flow.given, flow.taken, strict=True):
-            if first >= 0 and second >= 0:
-                parent[find((flow.source, first))] = find((flow.target, second))
-    roots: dict[tuple[int, int], int] = {}
-    return {node: roots.setdefault(find(node), len(roots)) for node in parent}
+    labels = [(index, label) for index, unit in enumerate(prices.units.units) for label in range(len(unit.sizes))]
+    place = {label: number for number, label in enumerate(labels)}
+    joined = [
+        (place[flow.source, first], place[flow.target, second])
+        for flow in prices.units.flows
+        for first, second in zip(flow.given, flow.taken, strict=True)
+        if first >= 0 and second >= 0
+    ]
+    ends = tuple(np.array(joined, np.int64).reshape(-1, 2).T)
+    _, dimension = connected_components(coo_matrix((np.ones(len(joined)), ends), shape=(len(labels),) * 2))
+    return dict(zip(labels, dimension.tolist(), strict=True))
 
 
 def _global_maps(prices: Prices, dimension: dict[tuple[int, int], int]) -> list[list[int]]:
@@ -173,7 +152,7 @@ def _global_maps(prices: Prices, dimension: dict[tuple[int, int], int]) -> list[
     return maps
 
 
-def _global_row(index: int, unit: Unit, symbols: list[int], dimension: dict[tuple[int, int], int]) -> list[int]:
+def _global_row(index: int, unit: Unit, symbols: list[int], dimension: dict[tuple[int, int], int]) -> Map:
     """The unit's own labels for the global map."""
     labels = sorted(range(len(unit.sizes)), key=lambda label: label in unit.sums)
-    return [next((label for label in labels if dimension[index, label] == symbol), NONE) for symbol in symbols]
+    return tuple(next((label for label in labels if dimension[index, label] == symbol), NONE) for symbol in symbols)

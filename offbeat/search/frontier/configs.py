@@ -15,8 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.search.frontier.rules import Map
-from offbeat.search.frontier.units import Unit
+from offbeat.search.frontier.units import Map, Unit
 from offbeat.strategy.model import OperatorConfig
 
 NONE = -1
@@ -44,13 +43,20 @@ def configurations(unit: Unit, factors: Sequence[int], levels: Sequence[int], mo
 
     Where there are more than `most`, one order of labels stands for all among fine axes of one of the `levels`, which
     are linked alike; then those come first that use fewer mesh axes and repeat less work."""
+    head = unit.members[unit.head].rule
+    results = {label for labels in head.outputs[:1] for label in labels if label >= 0}
+
+    def completed(before: tuple[int, ...], label: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """With `label` in the place of what is summed over."""
+        return before, tuple(label if symbol in unit.sums else symbol for symbol in before)
+
     rows = []
     for before in _assignments(unit.sizes, tuple(factors)):
-        summed = {label for label in before if label in unit.sums}
-        rows.append((before, tuple(NONE if label in unit.sums else label for label in before)))
-        if len(summed) == 1:
-            free = sorted(_result_labels(unit) - set(before))
-            rows += [(before, cut) for label in free if (cut := _scattered(unit, before, label, factors))]
+        rows.append(completed(before, NONE))
+        if len(unit.sums.intersection(before)) == 1:
+            parts = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol in unit.sums)
+            free = sorted(results.difference(before))
+            rows += [completed(before, label) for label in free if unit.sizes[label] % parts == 0]
     if len(rows) > most:
         order = {label: rank for rank, label in enumerate(_ordered_labels(unit))}
         rows = [row for row in rows if _is_canonical(row[0], levels, order)]
@@ -74,18 +80,6 @@ def _is_canonical(before: tuple[int, ...], levels: Sequence[int], order: dict[in
         if levels[axis - 1] == levels[axis] and order[first] > order[second] and not continued:
             return False
     return True
-
-
-def _result_labels(unit: Unit) -> set[int]:
-    return {label for labels in unit.members[unit.head].rule.outputs[:1] for label in labels if label >= 0}
-
-
-def _scattered(unit: Unit, before: tuple[int, ...], label: int, factors: Sequence[int]) -> tuple[int, ...] | None:
-    """The split after a reduce-scatter onto `label`, if that can be cut so often."""
-    parts = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol in unit.sums)
-    if unit.sizes[label] % parts:
-        return None
-    return tuple(label if symbol in unit.sums else symbol for symbol in before)
 
 
 def _effort(before: tuple[int, ...], factors: Sequence[int]) -> tuple[int, int]:

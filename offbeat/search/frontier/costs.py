@@ -2,10 +2,10 @@
 
 TensorOpt, equations 1 and 2, per device:
 
-- m_p: a variable's part, its gradient's and the optimizer's state (`_Prices._variables`)
-- m_t: the part of each result that backward needs again (`_Prices._members`)
-- t_c: forward and backward, by the share of the work that one device does (`_Prices._members`)
-- t_s: completing partial sums, averaging batch statistics, all-reducing gradients (`_Prices._sums`, `_variables`)
+- m_p: a variable's part, its gradient's and the optimizer's state (`Prices._variables`)
+- m_t: the part of each result that backward needs again (`Prices._members`)
+- t_c: forward and backward, by the share of the work that one device does (`Prices._members`)
+- t_s: completing partial sums, averaging batch statistics, all-reducing gradients (`Prices._sums`, `_variables`)
 - t_x: bringing a tensor to its reader's split and its gradient back (`FlowCosts`)
 
 Tensor reuse (section 4.2): where a tensor that backward needs changes its split, both copies are kept, or one is kept
@@ -15,19 +15,20 @@ Time is the sum of all of these, as in equation 3: no communication is taken to 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator
 from offbeat.search.frontier.algebra import Floats
 from offbeat.search.frontier.configs import Configurations, configurations
-from offbeat.search.frontier.resharding import SLICE_SECONDS, FineMesh, layout_of
-from offbeat.search.frontier.rules import Map
-from offbeat.search.frontier.units import Flow, Unit, Units
+from offbeat.search.frontier.units import Flow, Map, Unit, Units
+from offbeat.sharding.layout import WHOLE
+from offbeat.sharding.rescheduling import SLICE_SECONDS, FineMesh, code_of, layout_at
 
 Keep = Literal["before", "after", "both"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -77,25 +78,32 @@ def preferred(memory: Floats, seconds: Floats, small: bool) -> NDArray[np.int64]
     return np.lexsort(keys, axis=0)[0]
 
 
-@dataclass(slots=True)
 class Prices:
-    """Everything FT and the baselines need to know."""
+    """The costs of all configurations of all units, and of the tensors between them: what FT and the baselines need.
 
-    graph: ModelGraph
-    mesh: FineMesh
-    units: Units
-    configs: list[Configurations]
-    unit_costs: list[Floats]
-    """(K, 3) memory in bytes, compute and network seconds of each unit."""
-    flow_costs: list[FlowCosts]
-    base_bytes: float
-    """Constants and the batch, which no configuration changes."""
+    A unit may choose from `most` configurations."""
+
+    def __init__(self, graph: ModelGraph, mesh: FineMesh, units: Units, most: int = 64) -> None:
+        self.graph, self.mesh, self.units = graph, mesh, units
+        self.configs = [configurations(unit, mesh.factors, mesh.levels, most) for unit in units.units]
+        self._seconds = _operator_seconds(graph, mesh)
+        self._updates = {op.variables[0]: self._seconds.get(op.name, 0.0) for op in graph.phase("optimizer")}
+        self._radix = np.array(mesh.factors, np.float64)
+        self._flows: dict[tuple[object, ...], tuple[Floats, Floats, Floats, NDArray[np.bool_]]] = {}
+        self._held: dict[tuple[object, ...], Floats] = {}
+        self.unit_costs = [self._unit(index) for index in range(len(units.units))]
+        """(K, 3) memory in bytes, compute and network seconds of each unit."""
+        self.flow_costs = [self._flow(flow) for flow in units.flows]
+        self.base_bytes = sum(c.bytes for c in graph.constants) + sum(t.bytes for t in graph.inputs) / mesh.devices
+        """Constants and the batch, which no configuration changes."""
 
     def tables(
         self, small: bool, objectives: tuple[str, str] = ("memory", "time")
     ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
-        """Operator and edge costs for `track`, in two of memory, time, communication and money."""
-        ops = [_columns(c[:, 0], c[:, 1], c[:, 2], objectives) for c in self.unit_costs]
+        """Operator and edge costs for `track`, in two of memory, time, communication and money.
+
+        An edge's memory is negative where keeping only the copy after re-scheduling frees the one before."""
+        ops = [columns(c[:, 0], c[:, 1], c[:, 2], objectives) for c in self.unit_costs]
         edges: dict[tuple[int, int], Floats] = {}
         known: dict[tuple[object, ...], Floats] = {}
         for costs in self.flow_costs:
@@ -103,60 +111,17 @@ class Prices:
             key = (id(costs.seconds), id(costs.held[0]), id(costs.held[1]), flow.kept_bytes, flow.count, flow.single)
             if key not in known:
                 table = costs.table(small)
-                known[key] = _columns(table[..., 0], 0.0, table[..., 1], objectives)
+                known[key] = columns(table[..., 0], 0.0, table[..., 1], objectives)
             table = known[key]
             if flow.source == flow.target:
                 ops[flow.source] = ops[flow.source] + np.einsum("kkc->kc", table)
                 continue
-            pair = (flow.source, flow.target) if flow.source < flow.target else (flow.target, flow.source)
+            pair = (min(flow.source, flow.target), max(flow.source, flow.target))
             turned = table if flow.source < flow.target else table.transpose(1, 0, 2)
-            edges[pair] = edges[pair] + turned if pair in edges else turned
-        return _lifted(ops, edges)
+            edges[pair] = edges.get(pair, 0.0) + turned
+        return ops, edges
 
-
-def _columns(memory: Floats, compute: Floats | float, network: Floats, objectives: tuple[str, str]) -> Floats:
-    # Money is time at a fixed price, so it orders configurations as time does.
-    named = {"memory": memory, "time": compute + network, "communication": network, "money": compute + network}
-    return np.stack([named[objective] for objective in objectives], axis=-1)
-
-
-def _lifted(
-    ops: list[Floats], edges: dict[tuple[int, int], Floats]
-) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
-    """The same sums without negative costs, which `track` refuses: keeping only the copy after re-scheduling frees the
-    one before, so what an edge saves is taken from the operator whose copy it is, or else counted as nothing."""
-    for (i, j), table in list(edges.items()):
-        for end in (i, j):
-            table = edges[i, j]  # noqa: PLW2901 - the first end may have changed it
-            freed = np.minimum(table.min(axis=1 if end == i else 0), 0.0)
-            freed = -np.minimum(-freed, ops[end])
-            if freed.any():
-                ops[end] = ops[end] + freed
-                edges[i, j] = table - (freed[:, None] if end == i else freed[None, :])
-        edges[i, j] = np.maximum(edges[i, j], 0.0)
-    return ops, edges
-
-
-def price(graph: ModelGraph, mesh: FineMesh, units: Units, most: int = 64) -> Prices:
-    """The costs of all configurations of all units, and of the tensors between them."""
-    configs = [configurations(unit, mesh.factors, mesh.levels, most) for unit in units.units]
-    prices = _Prices(graph, mesh, units, configs)
-    unit_costs = [prices.unit(index) for index in range(len(units.units))]
-    flows = [prices.flow(flow) for flow in units.flows]
-    base = sum(c.bytes for c in graph.constants) + sum(t.bytes for t in graph.inputs) / mesh.devices
-    return Prices(graph, mesh, units, configs, unit_costs, flows, float(base))
-
-
-class _Prices:
-    def __init__(self, graph: ModelGraph, mesh: FineMesh, units: Units, configs: list[Configurations]) -> None:
-        self.graph, self.mesh, self.units, self.configs = graph, mesh, units, configs
-        self.seconds = _operator_seconds(graph, mesh)
-        self.updates = {op.variables[0]: self.seconds.get(op.name, 0.0) for op in graph.phase("optimizer")}
-        self.radix = np.array(mesh.factors, np.float64)
-        self._flows: dict[tuple[object, ...], tuple[Floats, Floats, Floats, NDArray[np.bool_]]] = {}
-        self._held: dict[tuple[object, ...], Floats] = {}
-
-    def unit(self, index: int) -> Floats:
+    def _unit(self, index: int) -> Floats:
         """(K, 3) memory, compute and network seconds."""
         unit, configs = self.units.units[index], self.configs[index]
         costs = np.zeros((len(configs), 3))
@@ -165,58 +130,46 @@ class _Prices:
         self._variables(index, unit, configs, costs)
         return costs
 
-    def _share(self, symbols: NDArray[np.int64], labels: Sequence[int] | frozenset[int]) -> Floats:
+    def share(self, symbols: NDArray[np.int64], labels: Collection[int]) -> Floats:
         """(K,) the part of something with these labels that one device has."""
         split = np.isin(symbols, [label for label in labels if label >= 0])
-        return np.prod(np.where(split, 1.0 / self.radix, 1.0), axis=1)
+        return np.prod(np.where(split, 1.0 / self._radix, 1.0), axis=1)
 
     def _members(self, unit: Unit, configs: Configurations, costs: Floats) -> None:
         for number, member in enumerate(unit.members):
-            seconds = sum(self.seconds.get(name, 0.0) for name in member.names)
-            costs[:, 1] += seconds * self._share(configs.symbols(unit, number), member.labels)
+            seconds = sum(self._seconds.get(name, 0.0) for name in member.names)
+            costs[:, 1] += seconds * self.share(configs.symbols(unit, number), member.labels)
             kept = sum(self.graph.operator(name).activation_bytes for name in member.names)
             if kept:
                 result = configs.symbols(unit, number, result=True)
-                costs[:, 0] += kept * self._share(result, member.rule.outputs[0])
+                costs[:, 0] += kept * self.share(result, member.rule.outputs[0])
             for shape, labels in member.rule.data:
                 costs[:, 2] += self._loading(shape, labels, configs.symbols(unit, number)) * len(member.names)
 
     def _loading(self, shape: tuple[int, ...], labels: Map, symbols: NDArray[np.int64]) -> Floats:
         """The batch is loaded by data parallelism and then re-scheduled to the split that is asked for."""
         spec = next(tensor for tensor in self.graph.inputs if tensor.shape == shape)
-        loaded = 0 if shape and shape[0] % self.mesh.devices == 0 else -1
-        rank = len(shape)
+        loaded = 0 if shape and shape[0] % self.mesh.devices == 0 else WHOLE
         codes, _ = self._codes(symbols, labels, frozenset())
-        first = 0
-        for _ in self.mesh.factors:
-            first = first * (rank + 1) + loaded + 1
-        return self._paths(rank, spec.bytes)[first, codes]
-
-    def _paths(self, rank: int, size: int) -> Floats:
-        return self.mesh.paths(rank, size)
+        first = code_of((loaded,) * len(self.mesh.factors), len(shape))
+        return self.mesh.paths(len(shape), spec.bytes)[first, codes]
 
     def _sums(self, unit: Unit, configs: Configurations, costs: Floats) -> None:
         head = unit.members[unit.head]
         count = len(head.names)
         size = head.operator.outputs[0].bytes
-        held = size * self._share(configs.before, head.rule.outputs[0])
-        summed = np.isin(configs.before, list(unit.sums))
-        for k in range(len(configs)):
-            axes = tuple(int(axis) for axis in np.flatnonzero(summed[k]))
-            if not axes:
-                continue
-            if configs.after[k, axes[0]] < 0:
-                costs[k, 2] += count * self.mesh.seconds("all_reduce", axes, held[k])
-            else:
+        held = size * self.share(configs.before, head.rule.outputs[0])
+        for k, axes in enumerate(_axes_with(configs.before, unit.sums)):
+            if axes and configs.after[k, axes[0]] >= 0:
                 part = held[k] / self.mesh.parts(axes)
                 costs[k, 2] += count * self.mesh.seconds("reduce_scatter", axes, held[k])
                 costs[k, 2] += count * self.mesh.seconds("all_gather", axes, part)
+            else:
+                costs[k, 2] += count * self.mesh.seconds("all_reduce", axes, held[k])
         for number, member in enumerate(unit.members):
             if member.rule.statistics:
-                averaged = np.isin(configs.symbols(unit, number), list(member.rule.statistics))
                 bytes_each = member.rule.statistics_elements * ITEM_BYTES[member.operator.outputs[0].dtype]
-                for k in range(len(configs)):
-                    axes = tuple(int(axis) for axis in np.flatnonzero(averaged[k]))
+                for k, axes in enumerate(_axes_with(configs.symbols(unit, number), member.rule.statistics)):
                     costs[k, 2] += 2 * len(member.names) * self.mesh.seconds("all_reduce", axes, bytes_each)
 
     def _variables(self, index: int, unit: Unit, configs: Configurations, costs: Floats) -> None:
@@ -227,65 +180,53 @@ class _Prices:
                 continue
             variable = self.graph.variable(name)
             symbols = configs.symbols(unit, number)
-            share = self._share(symbols, labels)
+            share = self.share(symbols, labels)
             trained = variable.gradient_from is not None
             copies = 2 + self.graph.optimizer_slots if trained else 1
             costs[:, 0] += variable.bytes * copies * share
             if not trained:
                 continue
-            costs[:, 1] += self.updates.get(name, 0.0) * share
+            costs[:, 1] += self._updates.get(name, 0.0) * share
             size = variable.updated_elements * ITEM_BYTES[variable.dtype]
-            partial = self._partial(unit, number, symbols, labels)
-            for k in range(len(configs)):
-                axes = tuple(int(axis) for axis in np.flatnonzero(partial[k]))
-                if axes:
-                    together[k][axes] += size * float(share[k])
+            # Devices that differ along an axis that does not split the variable hold terms of its gradient.
+            for k, axes in enumerate(_axes_with(symbols, _involved(unit, number) - set(labels))):
+                together[k][axes] += size * float(share[k])
         for k, messages in enumerate(together):
             costs[k, 2] += sum(self.mesh.seconds("all_reduce", axes, size) for axes, size in messages.items())
-
-    def _partial(self, unit: Unit, number: int, symbols: NDArray[np.int64], labels: Map) -> NDArray[np.bool_]:
-        """(K, F) where devices hold different terms of this tensor's gradient."""
-        return np.isin(symbols, list(_involved(unit, number) - set(labels)))
 
     def _codes(
         self, symbols: NDArray[np.int64], labels: Map, involved: frozenset[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(K,) the layout's number, and the fine axes over which the gradient is partial as bits."""
-        highest = int(max(symbols.max(initial=0), max(labels, default=0), 0))
-        axis_of = np.zeros(highest + 2, np.int64)
+        fine = symbols.shape[1]
+        axis_of = np.full(max(symbols.max(initial=0), *labels, 0) + 2, WHOLE)
         for axis, label in enumerate(labels):
             if label >= 0:
-                axis_of[label + 1] = axis + 1
-        digits = axis_of[symbols + 1]
-        fine = symbols.shape[1]
-        weights = (len(labels) + 1) ** np.arange(fine - 1, -1, -1)
+                axis_of[label] = axis
+        # No label, -1, is looked up at the end.
+        digits = axis_of[symbols] + 1
         terms = np.isin(symbols, list(involved - set(labels)))
-        return digits @ weights, terms @ (1 << np.arange(fine))
+        return digits @ (len(labels) + 1) ** np.arange(fine - 1, -1, -1), terms @ (1 << np.arange(fine))
 
-    def flow(self, flow: Flow) -> FlowCosts:
+    def _flow(self, flow: Flow) -> FlowCosts:
         source, target = self.units.units[flow.source], self.units.units[flow.target]
         axes = [a for a, ends in enumerate(zip(flow.given, flow.taken, strict=True)) if max(ends) >= 0]
         given, taken = (tuple(labels[a] for a in axes) for labels in (flow.given, flow.taken))
-        is_variable = bool(flow.variable)
-        from_symbols = self.configs[flow.source].symbols(source, flow.member, result=not is_variable)
+        from_symbols = self.configs[flow.source].symbols(source, flow.member, result=not flow.is_variable)
         to_symbols = self.configs[flow.target].symbols(target, flow.reader)
-        own = _involved(source, flow.member) if is_variable else frozenset()
-        out, terms = self._codes(from_symbols, given, own)
-        into, partial = self._codes(to_symbols, taken, _involved(target, flow.reader))
-        key = (len(axes), flow.bytes, out.tobytes(), into.tobytes(), partial.tobytes(), is_variable and terms.tobytes())
+        own = _involved(source, flow.member) if flow.is_variable else frozenset()
+        ends = self._codes(from_symbols, given, own), self._codes(to_symbols, taken, _involved(target, flow.reader))
+        key = (len(axes), flow.bytes, flow.is_variable, *(array.tobytes() for end in ends for array in end))
         if key not in self._flows:
-            self._flows[key] = self._moved(len(axes), flow.bytes, (out, terms), (into, partial), is_variable)
+            self._flows[key] = self._moved(len(axes), flow.bytes, *ends, flow.is_variable)
         seconds, forth, back, moves = self._flows[key]
-        held = tuple(
-            self._kept(flow.kept_bytes, symbols, labels)
-            for symbols, labels in ((from_symbols, given), (to_symbols, taken))
-        )
-        return FlowCosts(flow, seconds, (forth, back), held, moves)  # type: ignore[arg-type]
+        held = self._kept(flow.kept_bytes, from_symbols, given), self._kept(flow.kept_bytes, to_symbols, taken)
+        return FlowCosts(flow, seconds, (forth, back), held, moves)
 
     def _kept(self, size: int, symbols: NDArray[np.int64], labels: Map) -> Floats:
         key = (size, symbols.tobytes(), labels)
         if key not in self._held:
-            self._held[key] = size * self._share(symbols, labels)
+            self._held[key] = size * self.share(symbols, labels)
         return self._held[key]
 
     def _moved(
@@ -297,20 +238,27 @@ class _Prices:
         is_variable: bool,
     ) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
         fine = len(self.mesh.factors)
-        paths = self._paths(rank, size)
+        paths = self.mesh.paths(rank, size)
         (out, terms), (into, partial) = given, taken
         forth, back = paths[np.ix_(out, into)], paths[np.ix_(into, out)].T
         kinds, which = np.unique(np.stack([into, partial]), axis=1, return_inverse=True)
-        rows = [
-            self.mesh.completed(rank, size, layout_of(int(code), rank, fine), _bits(int(mask)))[out]
-            for code, mask in kinds.T
-        ]
+        rows = []
+        for code, mask in kinds.T.tolist():
+            summed = tuple(axis for axis in range(fine) if mask >> axis & 1)
+            rows.append(self.mesh.completed(rank, size, layout_at(code, rank, fine), summed)[out])
         gradient = np.stack(rows, axis=1)[:, which.ravel()]
         if is_variable:
             # Equal terms of one gradient are added where they are and travel with the owner's.
             alike = (out[:, None] == into[None, :]) & (terms[:, None] == partial[None, :])
             gradient = np.where(alike, 0.0, gradient)
         return forth + gradient, forth, back, out[:, None] != into[None, :]
+
+
+def columns(memory: Floats, compute: Floats | float, network: Floats, objectives: tuple[str, str]) -> Floats:
+    """Two of the costs side by side."""
+    # Money is time at a fixed price, so it orders configurations as time does.
+    named = {"memory": memory, "time": compute + network, "communication": network, "money": compute + network}
+    return np.stack([named[objective] for objective in objectives], axis=-1)
 
 
 def _involved(unit: Unit, number: int) -> frozenset[int]:
@@ -323,35 +271,33 @@ def _involved(unit: Unit, number: int) -> frozenset[int]:
     return frozenset().union(*(other.labels for other in unit.members))
 
 
-def _bits(mask: int) -> tuple[int, ...]:
-    return tuple(axis for axis in range(mask.bit_length()) if mask >> axis & 1)
+def _axes_with(symbols: NDArray[np.int64], labels: Collection[int]) -> list[tuple[int, ...]]:
+    """For each configuration the fine axes that split one of these labels."""
+    return [tuple(np.flatnonzero(row).tolist()) for row in np.isin(symbols, list(labels))]
 
 
 def _operator_seconds(graph: ModelGraph, mesh: FineMesh) -> dict[str, float]:
     """Seconds of each forward operator with its backward, and of each update, on the slowest device.
 
     A backward operator belongs to the forward operators of its kind in its module, by their time."""
-    nodes = {mesh.cluster.node_of(rank): mesh.cluster.device_of(rank) for rank in range(mesh.devices)}
-    peak = min(node.peak_flops for node in nodes.values())
-    bandwidth = min(node.memory_bandwidth for node in nodes.values())
-
-    def alone(operator: Operator) -> float:
-        if operator.seconds is not None:
-            return operator.seconds
-        return max(operator.flops / peak, (operator.bytes_read + operator.bytes_written) / bandwidth)
-
-    forward = {operator.name: alone(operator) for operator in graph.phase("forward")}
+    devices = [mesh.cluster.device_of(rank) for rank in range(mesh.devices)]
+    peak = min(device.peak_flops for device in devices)
+    bandwidth = min(device.memory_bandwidth for device in devices)
+    alone = {operator.name: operator_seconds(operator, peak, bandwidth) for operator in graph.operators}
     pools: dict[object, list[str]] = defaultdict(list)
     for operator in graph.phase("forward"):
-        for key in ((operator.module, operator.kind), operator.module, None):
+        for key in _pools(operator):
             pools[key].append(operator.name)
-    whole = {key: sum(forward[name] for name in names) for key, names in pools.items()}
+    whole = {key: sum(alone[name] for name in names) for key, names in pools.items()}
     spent: dict[object, float] = defaultdict(float)
     for operator in graph.phase("backward"):
-        keys: tuple[object, ...] = ((operator.module, operator.kind), operator.module, None)
-        spent[next((key for key in keys if whole.get(key)), None)] += alone(operator)
-    total = dict(forward)
+        spent[next((key for key in _pools(operator) if whole.get(key)), None)] += alone[operator.name]
+    total = dict(alone)
     for pool, seconds in spent.items():
         for name in pools[pool]:
-            total[name] += seconds * (forward[name] / whole[pool] if whole[pool] else 1.0 / len(pools[pool]))
-    return total | {operator.name: alone(operator) for operator in graph.phase("optimizer")}
+            total[name] += seconds * (alone[name] / whole[pool] if whole[pool] else 1.0 / len(pools[pool]))
+    return total
+
+
+def _pools(operator: Operator) -> tuple[object, ...]:
+    return (operator.module, operator.kind), operator.module, None

@@ -46,11 +46,10 @@ class Expanded:
 def expanded(prices: Prices, choices: NDArray[np.int64], walk: bool = True) -> Expanded:
     """The costs of each row of choices, keeping what is fast; with `walk` all steps from there to what is small."""
     rows = len(choices)
-    memory, compute, network = (np.zeros(rows) for _ in range(3))
-    memory += prices.base_bytes
-    for unit, costs in enumerate(prices.unit_costs):
-        chosen = costs[choices[:, unit]]
-        memory, compute, network = memory + chosen[:, 0], compute + chosen[:, 1], network + chosen[:, 2]
+    costs = np.zeros((rows, 3))
+    for unit, own in enumerate(prices.unit_costs):
+        costs += own[choices[:, unit]]
+    memory, compute, network = costs[:, 0] + prices.base_bytes, costs[:, 1], costs[:, 2]
     groups: dict[Reader, list[tuple[Floats, Floats]]] = defaultdict(list)
     for passed in prices.flow_costs:
         flow = passed.flow
@@ -71,41 +70,21 @@ def expanded(prices: Prices, choices: NDArray[np.int64], walk: bool = True) -> E
         network = network + seconds[fast, columns]
         saved[index] = held[fast, columns] - held[small, columns]
         spent[index] = seconds[small, columns] - seconds[fast, columns]
-    return _walked(choices, (memory, compute, network), (saved, spent), readers, keeps, walk)
-
-
-def _walked(
-    choices: NDArray[np.int64],
-    costs: tuple[Floats, Floats, Floats],
-    change: tuple[Floats, Floats],
-    readers: list[Reader],
-    keeps: NDArray[np.int64],
-    walk: bool,
-) -> Expanded:
-    rows = len(choices)
-    saved, spent = change
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(saved > 0, spent / saved, np.inf)
     order = np.argsort(ratio, axis=0, kind="stable").T.reshape(rows, len(readers))
-    useful = (saved > 0).sum(axis=0) if walk and len(readers) else np.zeros(rows, np.int64)
+    useful = (saved > 0).sum(axis=0) if walk else np.zeros(rows, np.int64)
     row = np.repeat(np.arange(rows), useful + 1)
-    steps = np.concatenate([np.arange(count + 1) for count in useful]) if rows else np.zeros(0, np.int64)
-    nothing = np.zeros((rows, 1))
-    sums = [
-        np.concatenate([nothing, np.cumsum(np.take_along_axis(table.T, order, axis=1), axis=1)], axis=1)
-        for table in (saved, spent)
-    ]
-    memory, compute, network = costs
-    return Expanded(
-        row,
-        steps,
-        memory[row] - sums[0][row, steps],
-        compute[row],
-        network[row] + sums[1][row, steps],
-        order,
-        readers,
-        keeps,
-    )
+    steps = np.concatenate([np.arange(count + 1) for count in useful])
+    memory = memory[row] - _summed(saved, order)[row, steps]
+    network = network[row] + _summed(spent, order)[row, steps]
+    return Expanded(row, steps, memory, compute[row], network, order, readers, keeps)
+
+
+def _summed(table: Floats, order: NDArray[np.int64]) -> Floats:
+    """(P, R + 1) what the first readers of each order change together, beginning with none."""
+    changes = np.take_along_axis(table.T, order, axis=1)
+    return np.concatenate([np.zeros((len(order), 1)), np.cumsum(changes, axis=1)], axis=1)
 
 
 class Strategies:

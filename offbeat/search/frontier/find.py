@@ -12,21 +12,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from os import PathLike
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph.model import ModelGraph
-from offbeat.search.frontier.algebra import frontier_reduce
-from offbeat.search.frontier.costs import Prices, price
+from offbeat.search.frontier.algebra import Ints, frontier_reduce
+from offbeat.search.frontier.costs import Prices, columns
 from offbeat.search.frontier.evaluate import Expanded, Strategies, expanded
-from offbeat.search.frontier.model import Frontier, FrontierPoint
-from offbeat.search.frontier.resharding import FineMesh
+from offbeat.search.frontier.model import Frontier, FrontierPoint, too_little
 from offbeat.search.frontier.track import track
 from offbeat.search.frontier.units import group
-from offbeat.units import format_bytes, parse_bytes, quote
+from offbeat.sharding.rescheduling import FineMesh
+from offbeat.units import quote
 
 OBJECTIVES = ("memory", "time", "communication", "money")
 MOST_CONFIGURATIONS = 40
@@ -41,65 +41,40 @@ class Chosen:
     point: FrontierPoint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFrontier(Frontier):
     """The frontier of one model on one cluster, with its points by the first objective upwards."""
 
-    graph: ModelGraph | None = field(default=None, repr=False, compare=False)
-    cluster: ClusterSpec | None = field(default=None, repr=False, compare=False)
+    graph: ModelGraph = field(repr=False, compare=False)
+    cluster: ClusterSpec = field(repr=False, compare=False)
     """The whole cluster; the points may use fewer devices of it."""
-    devices: int = 0
-    objectives: tuple[str, str] = ("memory", "time")
-    margin: float = 0.0
-    """Share of a memory limit that is left free, for what the estimate does not count."""
-    notes: tuple[str, ...] = ()
+    devices: int
+    objectives: tuple[str, str]
+    notes: tuple[str, ...]
     """Operators that stay whole because no sharding rule is known for them."""
-    prices: Prices | None = field(default=None, repr=False, compare=False)
+    prices: Prices = field(repr=False, compare=False)
     """What the points were found from; baselines are computed from it."""
 
-    def __post_init__(self) -> None:
-        if self.objectives == ("memory", "time"):
-            super().__post_init__()
-
-    def point_within(self, memory: str | int) -> FrontierPoint:
-        """The point with the least time that leaves the safety margin free in `memory`."""
-        limit = parse_bytes(memory, "memory") * (1 - self.margin)
-        fitting = [point for point in self.points if point.memory_bytes <= limit]
-        if not fitting:
-            least = min((point.memory_bytes for point in self.points), default=math.inf)
-            raise OffbeatError(
-                f"no strategy on {self.devices} devices fits in memory={quote(memory)}: the least that one needs is "
-                f"{format_bytes(math.ceil(least / (1 - self.margin)))}, with a margin of {self.margin:.0%}"
-            )
-        return min(fitting, key=lambda point: point.time_seconds)
-
-    def min_devices(self, memory: str | int, counts: Iterable[int] | None = None) -> Chosen:
-        """The fewest devices on which a strategy fits in `memory` each: mini-parallelism.
-
-        `counts` are the numbers to try; by default the powers of two up to the whole cluster."""
-        if self.graph is None or self.cluster is None:
-            raise OffbeatError("min_devices: a frontier read from a file knows no graph and no cluster to search again")
-        tried = sorted(set(counts) if counts is not None else _powers(self.cluster.world_size))
-        least = math.inf
+    def min_devices(self, memory: str | int) -> Chosen:
+        """The fewest devices, among the powers of two and all, on which a strategy fits in `memory` each."""
+        most = self.cluster.world_size
+        tried = [*(1 << n for n in range((most - 1).bit_length())), most]
+        seen: tuple[FrontierPoint, ...] = ()
         for devices in tried:
-            found = self if devices == self.devices else find_frontier(
-                self.graph, self.cluster, objectives=self.objectives, devices=devices, margin=self.margin
-            )  # fmt: skip
+            options: Any = {"objectives": self.objectives, "devices": devices, "margin": self.margin}
+            found = self if devices == self.devices else find_frontier(self.graph, self.cluster, **options)
             try:
                 return Chosen(devices, found.point_within(memory))
             except OffbeatError:
-                least = min(least, *(point.memory_bytes for point in found.points))
-        raise OffbeatError(
-            f"no strategy on {' or '.join(map(str, tried))} devices fits in memory={quote(memory)}: the least that one "
-            f"needs is {format_bytes(math.ceil(least / (1 - self.margin)))}, with a margin of {self.margin:.0%}"
-        )
+                seen += found.points
+        raise too_little(memory, seen, self.margin, f" on {' or '.join(map(str, tried))} devices")
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws the frontier with its turning point and the baselines as SVG."""
         from offbeat.search.frontier.baselines import baselines
         from offbeat.search.frontier.picture import draw
 
-        draw(self, path, marked=baselines(self.prices) if self.prices is not None else {})
+        draw(self, path, baselines(self.prices))
 
 
 @dataclass(frozen=True)
@@ -110,10 +85,6 @@ class ProfileRow:
     point: FrontierPoint | None
     """None where nothing fits."""
     dollars_per_step: float | None
-
-    @property
-    def time_seconds(self) -> float:
-        return self.point.time_seconds if self.point is not None else math.inf
 
 
 def find_frontier(
@@ -132,26 +103,37 @@ def find_frontier(
     `objectives` are two of memory, time, communication and money; `devices` uses only the first so many;
     `configurations` bounds how many an operator may choose from, and `points` how many are returned. `threads` None is
     all cores; it does not change the result."""
-    _check(objectives, margin, configurations, points)
+    if len(objectives) != 2 or len(set(objectives)) != 2 or not set(objectives) <= set(OBJECTIVES):
+        raise OffbeatError(f"objectives must be two of {', '.join(OBJECTIVES)}, got {quote(objectives)}")
+    if not 0 <= margin < 1:
+        raise OffbeatError(f"margin must be at least 0 and less than 1, got {margin!r}")
+    least = (("configurations", configurations, 1), ("points", points, 2), ("threads", threads, 1))
+    for name, value, lowest in least:
+        if value is not None and value < lowest:
+            raise OffbeatError(f"{name} must be at least {lowest}, got {value!r}")
     if not graph.phase("forward"):
         raise OffbeatError(f"graph {graph.name!r}: it has no forward operators to split; capture it with capture()")
-    used = cluster if devices is None else cluster.subset(_checked_devices(devices, cluster))
-    mesh = FineMesh(used)
+    count = cluster.world_size if devices is None else devices
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= cluster.world_size:
+        raise OffbeatError(f"devices must be 1 to {cluster.world_size}, got {quote(devices)}")
+    mesh = FineMesh(cluster.subset(count))
     units = group(graph)
-    prices = price(graph, mesh, units, configurations)
-    choices = _tracked(prices, objectives, threads)
+    prices = Prices(graph, mesh, units, configurations)
+    # With re-scheduled tensors kept for speed, and for memory.
+    tables = [prices.tables(small, objectives) for small in (False, True)[: 1 + ("memory" in objectives)]]
+    choices = np.unique(np.concatenate([track(*costs, threads=threads).choices for costs in tables]), axis=0)
     found = expanded(prices, choices)
     kept = _thinned(found, objectives, points)
     strategies = Strategies(prices, "frontier")
     return ModelFrontier(
         tuple(strategies.point(choices, found, int(index)) for index in kept),
-        graph,
-        cluster,
-        mesh.devices,
-        objectives,
         margin,
-        units.notes,
-        prices,
+        graph=graph,
+        cluster=cluster,
+        devices=mesh.devices,
+        objectives=objectives,
+        notes=units.notes,
+        prices=prices,
     )
 
 
@@ -176,79 +158,24 @@ def profile_devices(
             point: FrontierPoint | None = frontier.point_within(limit)
         except OffbeatError:
             point = None
-        hourly = _hourly_price(cluster, devices, price_per_device_hour)
-        dollars = None if point is None or hourly is None else hourly * point.time_seconds / 3600
+        nodes = [cluster.device_of(rank) for rank in range(devices)]
+        prices = [node.price_per_hour / node.devices for node in nodes if node.price_per_hour is not None]
+        if price_per_device_hour is not None:
+            prices = [price_per_device_hour] * devices
+        priced = point is not None and len(prices) == devices
+        dollars = math.fsum(prices) * point.time_seconds / 3600 if point and priced else None
         rows.append(ProfileRow(devices, point, dollars))
     return tuple(rows)
 
 
-def money_frontier(rows: Iterable[ProfileRow]) -> tuple[ProfileRow, ...]:
-    """The rows that no other beats in both dollars and time, cheapest first."""
-    priced = [row for row in rows if row.point is not None]
-    dollars = [row.dollars_per_step for row in priced if row.dollars_per_step is not None]
-    if len(dollars) < len(priced):
-        raise OffbeatError("price_per_device_hour is needed: a node of the cluster has no price_per_hour")
-    kept = frontier_reduce(list(zip(dollars, (row.time_seconds for row in priced), strict=True)))
-    return tuple(priced[index] for index in kept)
-
-
-def _tracked(prices: Prices, objectives: tuple[str, str], threads: int | None) -> NDArray[np.int64]:
-    """The choices on the frontier with re-scheduled tensors kept for speed, and for memory."""
-    found = []
-    for small in (False, True) if "memory" in objectives else (False,):
-        ops, edges = prices.tables(small, objectives)
-        found.append(track(ops, edges, threads=threads).choices)
-    return np.unique(np.concatenate(found), axis=0)
-
-
-def _thinned(found: Expanded, objectives: tuple[str, str], most: int) -> NDArray[np.int64]:
+def _thinned(found: Expanded, objectives: tuple[str, str], most: int) -> Ints:
     """The non-dominated points, or `most` of them spread evenly along the frontier, with both ends."""
-    values = {
-        "memory": found.memory,
-        "time": found.time,
-        "communication": found.network,
-        "money": found.time,
-    }
-    first, second = (values[objective] for objective in objectives)
-    kept = np.asarray(frontier_reduce(np.stack([first, second], axis=1)), np.int64)
+    points = columns(found.memory, found.compute, found.network, objectives)
+    kept = frontier_reduce(points)
     if len(kept) <= most:
         return kept
-    along = np.zeros(len(kept))
-    for column in (first[kept], second[kept]):
-        span = column.max() - column.min()
-        along[1:] += np.abs(np.diff(column)) / (span or 1.0)
-    along = np.cumsum(along)
+    span = np.ptp(points[kept], axis=0)
+    steps = np.abs(np.diff(points[kept], axis=0, prepend=points[kept[:1]])) / np.where(span > 0, span, 1.0)
+    along = np.cumsum(steps.sum(axis=1))
     places = np.searchsorted(along, np.linspace(0.0, along[-1], most))
     return kept[np.unique(np.minimum(places, len(kept) - 1))]
-
-
-def _check(objectives: tuple[str, str], margin: float, configurations: int, points: int) -> None:
-    if len(objectives) != 2 or len(set(objectives)) != 2 or not set(objectives) <= set(OBJECTIVES):
-        raise OffbeatError(f"objectives must be two of {', '.join(OBJECTIVES)}, got {quote(objectives)}")
-    if not 0 <= margin < 1:
-        raise OffbeatError(f"margin must be at least 0 and less than 1, got {margin!r}")
-    if configurations < 1:
-        raise OffbeatError(f"configurations must be at least 1, got {configurations!r}")
-    if points < 2:
-        raise OffbeatError(f"points must be at least 2, got {points!r}")
-
-
-def _checked_devices(devices: int, cluster: ClusterSpec) -> int:
-    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= cluster.world_size:
-        raise OffbeatError(f"devices must be 1 to {cluster.world_size}, got {quote(devices)}")
-    return devices
-
-
-def _powers(limit: int) -> list[int]:
-    powers = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
-    return powers if powers[-1] == limit else [*powers, limit]
-
-
-def _hourly_price(cluster: ClusterSpec, devices: int, per_device: float | None) -> float | None:
-    if per_device is not None:
-        return per_device * devices
-    prices = [
-        None if (price := cluster.device_of(rank).price_per_hour) is None else price / cluster.device_of(rank).devices
-        for rank in range(devices)
-    ]
-    return None if None in prices else math.fsum(price for price in prices if price is not None)

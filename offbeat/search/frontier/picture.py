@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from html import escape
 from os import PathLike
 
+import numpy as np
+
 from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.search.frontier.model import Frontier, FrontierPoint
@@ -42,13 +44,14 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None, t
     across = _scale([point.memory_bytes for point in every], LEFT, WIDTH - RIGHT)
     longest = max(point.time_seconds for point in every)
     least = min(min(p.time_seconds, p.compute_seconds, p.network_seconds) for p in frontier.points)
-    up = _scale([longest, max(least, longest / 1e4)], HEIGHT - BOTTOM, TOP)
+    shown_seconds = [longest, max(least, longest / 1e4)]
+    up = _scale(shown_seconds, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title or "Memory and time of one training step")}</text>',
-        *_axes([p.memory_bytes for p in every], [longest, max(least, longest / 1e4)], across, up),
+        *_axes([p.memory_bytes for p in every], shown_seconds, across, up),
     ]
     for row, (name, label, colour, dashes) in enumerate(_LINES):
         places = [(across(p.memory_bytes), up(max(getattr(p, name), longest / 1e4))) for p in frontier.points]
@@ -93,20 +96,18 @@ def _axes(memory: list[float], seconds: list[float], across: Scale, up: Scale) -
 
 def _scale(values: list[float], low: float, high: float) -> Scale:
     """Logarithmic; a single value lies in the middle."""
-    positive = [value for value in values if value > 0] or [1.0]
-    first, last = math.log(min(positive)), math.log(max(positive))
-    span = last - first
-
-    def place(value: float) -> float:
-        if span == 0:
-            return (low + high) / 2
-        return low + (math.log(max(value, min(positive))) - first) / span * (high - low)
-
-    return place
+    first, last = _range(values)
+    if first == last:
+        return lambda _: (low + high) / 2
+    return lambda value: low + math.log(max(value, first) / first) / math.log(last / first) * (high - low)
 
 
 def _ticks(values: list[float]) -> list[float]:
     """Five values, evenly spread in logarithms."""
+    first, last = _range(values)
+    return np.geomspace(first, last, 5 if last > first else 1).tolist()
+
+
+def _range(values: list[float]) -> tuple[float, float]:
     positive = [value for value in values if value > 0] or [1.0]
-    low, high = math.log(min(positive)), math.log(max(positive))
-    return [math.exp(low + (high - low) * step / 4) for step in range(5)] if high > low else [math.exp(low)]
+    return min(positive), max(positive)

@@ -4,18 +4,67 @@ A unit begins with an operator that decides how tensors are split (a matrix prod
 axis) and takes in what follows it and keeps its axes: views, element-wise operators, batch norms. Within a unit tensors
 stay where they are; between units they are re-scheduled. Views and copies of weights belong to the unit that uses them.
 
+An operator's axes (`offbeat.sharding`) are written as an index notation, its `Rule`: every axis of every tensor carries
+a label; axes with one label are split alike, and -1 marks an axis that must stay whole. A label that no output carries
+is summed over: splitting it leaves partial sums, which an all-reduce or a reduce-scatter completes.
+
 Operators that no trainable tensor reaches (masks, positions, counters) are computed everywhere and belong to no unit.
 Steps of an unrolled recurrence, which are equal operators on the same variables, share one unit and one configuration.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
 from offbeat.graph.model import ModelGraph, Operator
-from offbeat.search.frontier.rules import Map, Rule, Shape, rule_of
+from offbeat.sharding.captured import Shape, captured_axes
+from offbeat.sharding.layout import SUM
 
 HEAVY = ("matmul", "conv", "attention", "embedding", "rnn", "other")
+
+Map = tuple[int, ...]
+"""The label of each axis of a tensor; -1 stays whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one operator may be split."""
+
+    sizes: tuple[int, ...]
+    """What the parts of each label must divide; 1 for a label that no axis carries."""
+    inputs: tuple[Map, ...]
+    variables: tuple[Map, ...]
+    outputs: tuple[Map, ...]
+    sums: frozenset[int] = frozenset()
+    """Labels that are summed over."""
+    data: tuple[tuple[Shape, Map], ...] = ()
+    """Tensors of the batch that it reads directly."""
+    statistics: frozenset[int] = frozenset()
+    """Labels over which it averages `statistics_elements` numbers that every part needs, forward and backward."""
+    statistics_elements: int = 0
+    note: str = ""
+
+    @property
+    def maps(self) -> tuple[Map, ...]:
+        """Of all its tensors."""
+        return (*self.inputs, *self.variables, *self.outputs, *(labels for _, labels in self.data))
+
+    def relabelled(self, new: Sequence[int]) -> "Rule":
+        """The same rule with each label replaced by `new[label]`; -1 leaves its axes whole."""
+
+        def renamed(maps: Iterable[Map]) -> tuple[Map, ...]:
+            return tuple(tuple(new[label] if label >= 0 else -1 for label in labels) for labels in maps)
+
+        return replace(
+            self,
+            inputs=renamed(self.inputs),
+            variables=renamed(self.variables),
+            outputs=renamed(self.outputs),
+            sums=frozenset(new[label] for label in self.sums) - {-1},
+            data=tuple((shape, renamed([labels])[0]) for shape, labels in self.data),
+            statistics=frozenset(new[label] for label in self.statistics) - {-1},
+        )
 
 
 @dataclass(slots=True)
@@ -41,18 +90,33 @@ class Unit:
     members: list[Member] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """What the parts of each label must divide; 1 for a label that was found to be unsplittable."""
+    parents: list[int] = field(default_factory=list)
+    """While units are made: for each label one that is the same, or itself."""
     head: int = 0
     """Place of the operator it began with."""
     variables: dict[str, tuple[int, Map]] = field(default_factory=dict)
     """For each variable it reads: the member that reads it first and its map."""
 
     @property
-    def name(self) -> str:
-        return self.members[self.head].operator.name
-
-    @property
     def sums(self) -> frozenset[int]:
         return self.members[self.head].rule.sums
+
+    def find(self, label: int) -> int:
+        """The label that stands for all that are the same."""
+        while self.parents[label] != label:
+            label = self.parents[label]
+        return label
+
+    def unify(self, given: Map, taken: Map) -> None:
+        """Axes of one tensor, as its producer and its reader label them, become one label."""
+        for pair in zip(given, taken, strict=True) if len(given) == len(taken) else ():
+            labels = [self.find(label) for label in pair if label >= 0]
+            if len(labels) == 1:
+                self.sizes[labels[0]] = 1
+            elif len(set(labels)) == 2:
+                first, second = labels
+                self.sizes[first] = gcd(self.sizes[first], self.sizes[second])
+                self.parents[second] = first
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +125,8 @@ class Flow:
 
     source: int
     member: int
-    output: int
     target: int
     reader: int
-    shape: Shape
     bytes: int
     kept_bytes: int
     """Of it, what backward needs again."""
@@ -73,8 +135,8 @@ class Flow:
     taken: Map
     """Labels of the target unit."""
     count: int = 1
-    variable: str = ""
-    """Set where the tensor is a variable that the target shares with its owner, the source."""
+    is_variable: bool = False
+    """The tensor is a variable that the target shares with its owner, the source."""
     single: bool = False
     """No other unit reads the tensor."""
 
@@ -91,12 +153,41 @@ class Units:
     """Operators that stay whole because no rule is known for them."""
 
 
+def rule_of(operator: Operator, graph: ModelGraph, weights: frozenset[str] = frozenset()) -> Rule:
+    """The rule of a forward operator; `weights` are the operators that only view or copy variables."""
+    found = captured_axes(operator, graph, weights)
+    inputs = [graph.operator(name).outputs[0].shape for name in operator.inputs]
+    variables = [graph.variable(name).shape for name in operator.variables]
+    tensors = [*inputs, *variables, *(tensor.shape for tensor in graph.inputs)]
+    maps = [[-1] * len(shape) for shape in tensors]
+    results = [[-1] * len(tensor.shape) for tensor in operator.outputs]
+    for label, axis in enumerate(found.axes):
+        for labels, split in zip((*maps, *results), (*axis.inputs, *axis.outputs), strict=True):
+            if split >= 0:
+                labels[split] = label
+    read = [tuple(labels) for labels in maps]
+    first = len(inputs) + len(variables)
+    name = operator.target.split(".")[1] if "." in operator.target else operator.target
+    return Rule(
+        sizes=tuple(gcd(axis.length, *axis.even) for axis in found.axes),
+        inputs=tuple(read[: len(inputs)]),
+        variables=tuple(read[len(inputs) : first]),
+        outputs=tuple(tuple(labels) for labels in results),
+        sums=frozenset(label for label, axis in enumerate(found.axes) if axis.outputs[0] == SUM),
+        data=tuple((tensors[first + place], read[first + place]) for place in sorted(found.data)),
+        statistics=frozenset(label for label, axis in enumerate(found.axes) if axis.statistics),
+        statistics_elements=max((axis.statistics for axis in found.axes), default=0),
+        note="" if found.known else f"{name} has no sharding rule and stays whole",
+    )
+
+
 def group(graph: ModelGraph) -> Units:
     """Groups the forward operators of a graph."""
     forward = graph.phase("forward")
-    free = _free(forward)
-    weights = _weight_views(forward)
-    grouping = _Grouping(graph, free, weights)
+    light = ("elementwise", "view", "reduction")
+    free = _closed(forward, lambda op: not op.variables and (op.kind in light or not op.outputs or not op.flops))
+    weights = _closed(forward, lambda op: bool(op.variables) and op.kind in ("view", "elementwise"))
+    grouping = _Grouping(graph, weights)
     for operator in forward:
         if operator.name not in free and operator.name not in weights:
             grouping.add(operator)
@@ -105,29 +196,20 @@ def group(graph: ModelGraph) -> Units:
     return _shared(graph, grouping)
 
 
-def _free(forward: tuple[Operator, ...]) -> frozenset[str]:
-    free: set[str] = set()
+def _closed(forward: tuple[Operator, ...], wanted: Callable[[Operator], bool]) -> frozenset[str]:
+    """The operators that are wanted and read nothing but such."""
+    found: set[str] = set()
     for operator in forward:
-        light = operator.kind in ("elementwise", "view", "reduction") or not operator.outputs or not operator.flops
-        if light and not operator.variables and all(name in free for name in operator.inputs):
-            free.add(operator.name)
-    return frozenset(free)
-
-
-def _weight_views(forward: tuple[Operator, ...]) -> frozenset[str]:
-    views: set[str] = set()
-    for operator in forward:
-        light = operator.kind in ("view", "elementwise")
-        if light and operator.variables and all(name in views for name in operator.inputs):
-            views.add(operator.name)
-    return frozenset(views)
+        if wanted(operator) and found.issuperset(operator.inputs):
+            found.add(operator.name)
+    return frozenset(found)
 
 
 class _Grouping:
     """Units under construction."""
 
-    def __init__(self, graph: ModelGraph, free: frozenset[str], weights: frozenset[str]) -> None:
-        self.graph, self.free, self.weights = graph, free, weights
+    def __init__(self, graph: ModelGraph, weights: frozenset[str]) -> None:
+        self.graph, self.weights = graph, weights
         self.units: list[Unit] = []
         self.place: dict[str, tuple[int, int]] = {}
         """Unit and member of each operator."""
@@ -137,19 +219,13 @@ class _Grouping:
         rule = rule_of(operator, self.graph, self.weights)
         if rule.note:
             self.notes.append(f"{operator.name}: {rule.note}")
-        for index in self._candidates(operator, rule):
-            if self._absorb(index, operator, rule):
-                return
-        self.units.append(Unit())
-        index = len(self.units) - 1
-        self._insert(index, operator, rule)
-        self.units[index].head = len(self.units[index].members) - 1
-
-    def _candidates(self, operator: Operator, rule: Rule) -> list[int]:
-        if operator.kind in HEAVY or rule.sums or rule.note:
-            return []
-        found = [self.place[name][0] for name in operator.inputs if name in self.place]
-        return sorted(set(found), reverse=True)
+        near: set[int] = set()
+        if not (operator.kind in HEAVY or rule.sums or rule.note):
+            near = {self.place[name][0] for name in operator.inputs if name in self.place}
+        if not any(self._absorb(index, operator, rule) for index in sorted(near, reverse=True)):
+            self.units.append(Unit())
+            self._insert(len(self.units) - 1, operator, rule)
+            self.units[-1].head = len(self.units[-1].members) - 1
 
     def _absorb(self, index: int, operator: Operator, rule: Rule) -> bool:
         """Adds the operator to a unit, unless it would keep a heavy head from splitting an axis."""
@@ -163,7 +239,7 @@ class _Grouping:
             if member.operator.outputs[0].elements < largest // len(operator.inputs):
                 return False
             pairs = zip(member.rule.outputs[0], rule.inputs[position], strict=True)
-            lost = any(mine >= 0 and unit.sizes[mine] > 1 and label < 0 for mine, label in pairs)
+            lost = any(mine >= 0 and unit.sizes[unit.find(mine)] > 1 and label < 0 for mine, label in pairs)
             if lost and (heavy or operator.kind != "view"):
                 return False
         self._insert(index, operator, rule)
@@ -175,123 +251,69 @@ class _Grouping:
             if name in self.weights and name not in self.place:
                 view = self.graph.operator(name)
                 self._insert(index, view, rule_of(view, self.graph, self.weights))
-        base = len(unit.sizes)
+        labels = range(len(unit.sizes), len(unit.sizes) + len(rule.sizes))
         unit.sizes.extend(rule.sizes)
-        member = Member(operator, _relabelled(rule, [base + label for label in range(len(rule.sizes))]))
+        unit.parents.extend(labels)
+        member = Member(operator, rule.relabelled(labels))
         unit.members.append(member)
         self.place[operator.name] = (index, len(unit.members) - 1)
         for position, name in enumerate(operator.inputs):
             where = self.place.get(name)
             if where is not None and where[0] == index:
-                _unify(unit, unit.members[where[1]].rule.outputs[0], member.rule.inputs[position], base)
-
-
-def _relabelled(rule: Rule, new: list[int]) -> Rule:
-    def maps(old: tuple[Map, ...]) -> tuple[Map, ...]:
-        return tuple(tuple(new[label] if label >= 0 else -1 for label in labels) for labels in old)
-
-    return Rule(
-        rule.sizes,
-        maps(rule.inputs),
-        maps(rule.variables),
-        maps(rule.outputs),
-        frozenset(new[label] for label in rule.sums) - {-1},
-        tuple((shape, maps((labels,))[0]) for shape, labels in rule.data),
-        frozenset(new[label] for label in rule.statistics) - {-1},
-        rule.statistics_elements,
-        rule.note,
-    )
-
-
-def _unify(unit: Unit, given: Map, taken: Map, base: int) -> None:
-    """Axes of one tensor, as its producer and its reader label them, become one label.
-
-    Labels from `base` on are in use by the newest member alone."""
-    if len(given) != len(taken):
-        return
-    for first, second in zip(given, taken, strict=True):
-        if first < 0 or second < 0:
-            for label in (first, second):
-                if label >= 0:
-                    unit.sizes[label] = 1
-        elif first != second:
-            unit.sizes[first] = gcd(unit.sizes[first], unit.sizes[second])
-            _replace(unit, second, first, unit.members[-1:] if second >= base else unit.members)
-
-
-def _replace(unit: Unit, old: int, new: int, members: list[Member]) -> None:
-    renamed = list(range(len(unit.sizes)))
-    renamed[old] = new
-    unit.sizes[old] = 1
-    for member in members:
-        if any(old in labels for maps in _all_maps(member.rule) for labels in maps) or old in member.rule.sums:
-            member.rule = _relabelled(member.rule, renamed)
-
-
-def _all_maps(rule: Rule) -> tuple[tuple[Map, ...], ...]:
-    return rule.inputs, rule.variables, rule.outputs, tuple(labels for _, labels in rule.data)
+                unit.unify(unit.members[where[1]].rule.outputs[0], member.rule.inputs[position])
 
 
 def _finish(unit: Unit) -> None:
     """Drops labels that cannot be split, or that one tensor carries twice, and numbers the others from 0."""
+    roots = [unit.find(label) for label in range(len(unit.sizes))]
     for member in unit.members:
-        for maps in _all_maps(member.rule):
-            for labels in maps:
-                for label, count in Counter(labels).items():
-                    if label >= 0 and count > 1:
-                        unit.sizes[label] = 1
-    new: list[int] = []
-    sizes: list[int] = []
-    for size in unit.sizes:
-        new.append(len(sizes) if size > 1 else -1)
-        sizes += [size] if size > 1 else []
-    unit.sizes = sizes
+        for labels in member.rule.maps:
+            for root, count in Counter(roots[label] for label in labels if label >= 0).items():
+                if count > 1:
+                    unit.sizes[root] = 1
+    kept = [label for label, size in enumerate(unit.sizes) if roots[label] == label and size > 1]
+    number = {label: index for index, label in enumerate(kept)}
+    unit.sizes = [unit.sizes[label] for label in kept]
     for index, member in enumerate(unit.members):
-        member.rule = _relabelled(member.rule, new)
-        used = {label for maps in _all_maps(member.rule) for labels in maps for label in labels}
+        member.rule = member.rule.relabelled([number.get(root, -1) for root in roots])
+        used = {label for labels in member.rule.maps for label in labels}
         member.labels = frozenset((used | member.rule.sums) - {-1})
         for name, labels in zip(member.operator.variables, member.rule.variables, strict=True):
             unit.variables.setdefault(name, (index, labels))
-
-
-def _signature(unit: Unit) -> tuple[object, ...]:
-    return tuple((m.operator.module, m.operator.target, m.operator.outputs, m.operator.variables) for m in unit.members)
 
 
 def _shared(graph: ModelGraph, grouping: _Grouping) -> Units:
     """One unit for the equal steps of a recurrence; then the tensors between units."""
     units, place = grouping.units, grouping.place
     merged: dict[tuple[object, ...], int] = {}
-    kept: list[int] = []
     template = list(range(len(units)))
+    """For each unit the first that is equal to it, or itself."""
     known: dict[tuple[object, ...], int] = {}
-    signatures = [known.setdefault(_signature(unit), len(known)) for unit in units]
+    operators = ([member.operator for member in unit.members] for unit in units)
+    alike = (tuple((op.module, op.target, op.outputs, op.variables) for op in each) for each in operators)
+    signatures = [known.setdefault(each, len(known)) for each in alike]
     for index, unit in enumerate(units):
         sources = {place[n][0] for m in unit.members for n in m.operator.inputs if n in place}
-        before = frozenset(template[s] for s in sources if s != index and signatures[s] != signatures[index])
+        before = frozenset(template[s] for s in sources if signatures[s] != signatures[index])
         key = (signatures[index], frozenset() if unit.variables else before)
         first = merged.setdefault(key, index)
         template[index] = first
-        if first == index:
-            kept.append(index)
-        else:
+        if first != index:
             for member, same in zip(units[first].members, unit.members, strict=True):
                 member.repeats.append(same.operator.name)
-    number = {index: position for position, index in enumerate(kept)}
-    owner: dict[str, int] = {}
-    for index in kept:
-        for name in units[index].variables:
-            owner.setdefault(name, number[index])
-    final = tuple(units[index] for index in kept)
-    flows = _flows(graph, grouping, [number[first] for first in template])
+    number = {index: position for position, index in enumerate(merged.values())}
+    final = tuple(units[index] for index in merged.values())
+    # Of several units that read a variable the first one holds it.
+    owner = {name: position for position, unit in reversed(list(enumerate(final))) for name in unit.variables}
+    flows = _flows(grouping, [number[first] for first in template])
     return Units(final, (*flows, *_variable_flows(graph, final, owner)), owner, tuple(grouping.notes))
 
 
-def _flows(graph: ModelGraph, grouping: _Grouping, number: list[int]) -> list[Flow]:
+def _flows(grouping: _Grouping, number: list[int]) -> list[Flow]:
     units, place = grouping.units, grouping.place
     seen: set[tuple[object, ...]] = set()
     counts: Counter[Flow] = Counter()
-    readers: dict[tuple[int, int, int], set[int]] = {}
+    readers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for index, unit in enumerate(units):
         for reader, member in enumerate(unit.members):
             for name, taken in zip(member.operator.inputs, member.rule.inputs, strict=True):
@@ -301,16 +323,13 @@ def _flows(graph: ModelGraph, grouping: _Grouping, number: list[int]) -> list[Fl
                 seen.add((name, index, taken))
                 source = units[where[0]].members[where[1]]
                 spec, given = source.operator.outputs[0], source.rule.outputs[0]
-                if not spec.shape or len(given) != len(taken):
-                    continue
-                kept = min(source.operator.activation_bytes, spec.bytes)
-                ends = (number[where[0]], where[1], 0, number[index], reader)
-                counts[Flow(*ends, spec.shape, spec.bytes, kept, given, taken)] += 1
-                readers.setdefault(ends[:3], set()).add(ends[3])
-    return [
-        replace(flow, count=count, single=len(readers[flow.source, flow.member, flow.output]) == 1)
-        for flow, count in counts.items()
-    ]
+                if spec.shape and len(given) == len(taken):
+                    kept = min(source.operator.activation_bytes, spec.bytes)
+                    ends = (number[where[0]], where[1], number[index], reader)
+                    counts[Flow(*ends, spec.bytes, kept, given, taken)] += 1
+                    readers[ends[:2]].add(ends[2])
+    alone = {end for end, units_there in readers.items() if len(units_there) == 1}
+    return [replace(flow, count=n, single=(flow.source, flow.member) in alone) for flow, n in counts.items()]
 
 
 def _variable_flows(graph: ModelGraph, units: tuple[Unit, ...], owner: dict[str, int]) -> list[Flow]:
@@ -318,10 +337,8 @@ def _variable_flows(graph: ModelGraph, units: tuple[Unit, ...], owner: dict[str,
     flows = []
     for index, unit in enumerate(units):
         for name, (reader, taken) in unit.variables.items():
-            if owner[name] == index:
-                continue
-            member, given = units[owner[name]].variables[name]
-            variable = graph.variable(name)
-            ends = (owner[name], member, 0, index, reader)
-            flows.append(Flow(*ends, variable.shape, variable.bytes, 0, given, taken, 1, name))
+            if owner[name] != index:
+                member, given = units[owner[name]].variables[name]
+                ends = (owner[name], member, index, reader)
+                flows.append(Flow(*ends, graph.variable(name).bytes, 0, given, taken, is_variable=True))
     return flows

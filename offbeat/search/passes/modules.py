@@ -1,16 +1,70 @@
-"""ModelGraph → blocks: modules of moderate size that together hold what forward keeps for backward."""
+"""Passes that change how modules are computed: again in backward, in micro-batches, or compiled.
 
+Recomputing and micro-batches save memory and are used as little as the limit allows. Compiling is operator fusion,
+dPRO's theorem 1: fusing p_{n-1} and p_n pays if the compute it saves is at least q_{n-1}, the time to synchronise the
+tensor that must now wait for the fused operator's end. Compiling changes what runs more than any other pass, so it is
+only tried for modules whose compiled time was measured (`fused_seconds`). With symmetry on, a decision for one of
+several alike modules (`layers.0`, `layers.1`, ...) is taken for all of them.
+"""
+
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 
-from offbeat.graph import ModelGraph, Operator
-from offbeat.plan.memory import within
+from offbeat.graph import ModelGraph
+from offbeat.plan import Plan, Segment
+from offbeat.plan.compute import within
+from offbeat.search.passes.problem import Candidate, Problem, register_pass
+from offbeat.simulate.fast.arrays import arrays_of
+from offbeat.strategy import Strategy
 
 LARGEST_SHARE = 0.125
 """A block that keeps more of the activations than this is taken apart, where it has parts."""
+_MOST_MICRO_BATCHES = 64
+
+
+@register_pass("recompute", aim="memory", order=10)
+def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """Modules whose activations are computed again in backward: the fewest that fit, then all.
+
+    They are taken by the bytes they free for the work they repeat.
+    """
+    done = candidate.strategy.recompute
+    cost = {path: _work_per_byte(problem.graph, path) for path in blocks(problem.graph) if path not in done}
+    ranked = sorted((path for path in cost if cost[path] is not None), key=lambda path: cost[path] or 0.0)
+    if not ranked:
+        return
+
+    def recomputed(count: int) -> Strategy:
+        return candidate.strategy.model_copy(update={"recompute": (*done, *ranked[:count])})
+
+    fewest, most = 1, len(ranked)
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if problem.fits(problem.evaluate(recomputed(middle), "trial")):
+            most = middle
+        else:
+            fewest = middle + 1
+    yield recomputed(fewest)
+    if fewest < len(ranked):
+        yield recomputed(len(ranked))
+
+
+@register_pass("accumulate", aim="memory", order=20)
+def accumulate(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """The smallest number of equal micro-batches that fits; the largest where none does."""
+    batch = next((tensor.shape[0] for tensor in problem.graph.inputs if tensor.shape), _MOST_MICRO_BATCHES)
+    most = min(batch, _MOST_MICRO_BATCHES)
+    counts = [n for n in range(2, most + 1) if batch % n == 0 and n > candidate.strategy.accumulation]
+    for count in counts:
+        strategy = candidate.strategy.model_copy(update={"accumulation": count})
+        if count == counts[-1] or problem.fits(problem.evaluate(strategy, "trial")):
+            yield strategy
+            return
 
 
 def blocks(graph: ModelGraph) -> list[str]:
-    """Paths of disjoint modules, in the order in which forward runs them."""
+    """Paths of disjoint modules of moderate size, which together hold what forward keeps, in forward's order."""
     kept: dict[str, int] = defaultdict(int)
     direct: set[str] = set()
     children: dict[str, dict[str, None]] = defaultdict(dict)
@@ -37,18 +91,56 @@ def blocks(graph: ModelGraph) -> list[str]:
     return found
 
 
-def activation_bytes(graph: ModelGraph, paths: list[str]) -> dict[str, int]:
-    """What each module's forward keeps for backward."""
-    return {path: sum(operator.activation_bytes for operator in _forward(graph, path)) for path in paths}
+def _work_per_byte(graph: ModelGraph, path: str) -> float | None:
+    """What running a module again costs for each byte it frees; None if it frees none.
+
+    The cost is in measured seconds where all operators were measured, else in FLOP and bytes moved.
+    """
+    measured = all(operator.seconds is not None for operator in graph.phase("forward"))
+    operators = [operator for operator in graph.phase("forward") if within(operator.module, path)]
+    freed = sum(operator.activation_bytes for operator in operators)
+    if not freed:
+        return None
+    work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
+    return work / freed
 
 
-def forward_work(graph: ModelGraph, paths: list[str]) -> dict[str, float]:
-    """What running each module again costs: measured seconds where all were, else FLOP and bytes moved."""
-    seconds = {p: [op.seconds for op in _forward(graph, p)] for p in paths}
-    if all(value is not None for values in seconds.values() for value in values):
-        return {path: float(sum(value or 0.0 for value in values)) for path, values in seconds.items()}
-    return {p: float(sum(op.flops + op.bytes_read + op.bytes_written for op in _forward(graph, p))) for p in paths}
+@register_pass("op_fusion", order=40)
+def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """Each kind of measured module, compiled."""
+    done = {path for region in candidate.strategy.fusion for path in region}
+    kinds: dict[str, list[str]] = {}
+    for path in sorted(problem.fused_seconds):
+        kind = re.sub(r"\d+", "*", path) if problem.symmetry else path
+        if path not in done:
+            kinds.setdefault(kind, []).append(path)
+    for alike in kinds.values():
+        regions = tuple((path,) for path in alike)
+        strategy = candidate.strategy.model_copy(update={"fusion": candidate.strategy.fusion + regions})
+        if _pays(candidate.plan, problem.plan(strategy), alike[0], problem):
+            yield strategy
 
 
-def _forward(graph: ModelGraph, path: str) -> list[Operator]:
-    return [operator for operator in graph.phase("forward") if within(operator.module, path)]
+def _pays(before: Plan, after: Plan, path: str, problem: Problem) -> bool:
+    """Theorem 1, with the time of the message that would have left first in place of q_{n-1}."""
+    node = before.cluster.device_of(before.replicas[0])
+
+    def inside(segment: Segment) -> bool:
+        return any(within(before.graph.operator(name).module, path) for name in segment.operators)
+
+    def backward_seconds(plan: Plan) -> float:
+        return sum(
+            s.estimate(node.peak_flops, node.memory_bandwidth)
+            for s in plan.segments
+            if s.phase == "backward" and inside(s)
+        )
+
+    saved = backward_seconds(before) - backward_seconds(after)
+    held_up = [name for s in before.segments if s.phase == "backward" and inside(s) for name in s.completes][:-1]
+    arrays = arrays_of(before, problem.costs)
+    if not held_up or arrays is None:
+        return saved >= 0
+    messages = {m.index for m in before.messages if set(m.variables) <= set(held_up)}
+    sends = zip(before.program.sends, arrays.occupied, strict=True)
+    sent = [seconds for send, seconds in sends if send.task.message in messages]
+    return saved >= 0 and saved >= min(sent, default=0.0)

@@ -1,17 +1,22 @@
-"""What a search is given → how its candidates are judged: step seconds and peak bytes of a strategy."""
+"""What a search is given → how its candidates are judged: step seconds and peak bytes of a strategy.
+
+And the open, ordered list of the passes that propose candidates (dPRO's Graph Pass Registry).
+"""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.cost.memory import peak_memory
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.plan import Plan
-from offbeat.search.chain import Chain, State, chain_of
-from offbeat.search.oracle import Oracle
+from offbeat.plan import Plan, lower
+from offbeat.search.arrange import arranged, rescheduled
+from offbeat.simulate import step_seconds
+from offbeat.simulate.fast.gradients import Arrangement, Gradients, gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
 
@@ -22,27 +27,40 @@ Mode = Literal["auto", "deferred", "barrier"]
 class Candidate:
     """A strategy that was replayed, and the one it was derived from."""
 
+    name: str
+    """What made it: a builder's or a pass's name."""
     strategy: Strategy
     seconds: float
     """Step time."""
-    peak_bytes: int
-    """Of the rank that holds most; 0 where memory is not limited."""
     plan: Plan = field(repr=False)
-    decision: str = ""
-    """What made it: a builder's or a pass's name."""
+    peak_bytes: int = 0
+    """Of the rank that holds most; 0 where memory is not limited."""
     origin: "Candidate | None" = field(default=None, repr=False)
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """From the first to this one."""
-        return (*(self.origin.decisions if self.origin else ()), self.decision)
+        """The names from the first to this one."""
+        return (*(self.origin.decisions if self.origin else ()), self.name)
+
+    @property
+    def kind(self) -> str:
+        """What sets it apart on real processors: few or many messages, updates at once or one by one."""
+        if self.plan.mode == "barrier":
+            return "barrier"
+        return "few messages" if len(self.plan.messages) <= 8 else "many messages"
 
 
 @dataclass
 class Problem:
     """A model, a cluster, their costs, and what the search may do."""
 
-    oracle: Oracle
+    graph: ModelGraph
+    cluster: ClusterSpec
+    costs: Costs
+    symmetry: bool = True
+    """Ranks that behave alike are replayed once."""
+    partial_replay: bool = True
+    """Where it is exact, a step is evaluated by `offbeat.simulate.fast`."""
     mode: Mode = "auto"
     memory_limit: int | None = None
     """Bytes per rank."""
@@ -52,61 +70,43 @@ class Problem:
     """Forward and backward seconds of compiled modules, by path, where they were measured."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
-    replays: int = 0
-    """Strategies that were lowered and evaluated."""
-    _chains: dict[int, tuple[Plan, Chain | None]] = field(default_factory=dict, repr=False)
-
-    @property
-    def graph(self) -> ModelGraph:
-        return self.oracle.graph
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        return self.oracle.cluster
-
-    @property
-    def costs(self) -> Costs:
-        return self.oracle.costs
+    _gradients: tuple[Plan, Gradients | None] | None = field(default=None, repr=False)
+    """Of the plan that was last asked about."""
 
     @property
     def expired(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def evaluate(self, strategy: Strategy, decision: str, origin: Candidate | None = None) -> Candidate:
+    def evaluate(self, strategy: Strategy, name: str, origin: Candidate | None = None) -> Candidate:
         """Replays a strategy, in the mode that was asked for."""
         if self.mode not in ("auto", strategy.schedule.mode):
-            schedule = strategy.schedule.model_copy(update={"mode": self.mode})
-            strategy = strategy.model_copy(update={"schedule": schedule})
-        plan = self.with_fused_seconds(self.oracle.plan(strategy))
-        self.replays += 1
-        peak = self.peak_bytes(plan) if self.memory_limit is not None else 0
-        return Candidate(strategy, self.oracle.plan_seconds(plan), peak, plan, decision, origin)
+            strategy = rescheduled(strategy, mode=self.mode)
+        plan = self.plan(strategy)
+        peak = 0
+        if self.memory_limit is not None:
+            ranks = find_roles(plan, self.costs.compute_scale).representatives
+            peak = max(peak_memory(plan, rank).total for rank in ranks)
+        seconds = step_seconds(plan, self.costs, fold=self.symmetry, compiled=self.partial_replay)
+        return Candidate(name, strategy, seconds, plan, peak, origin)
 
     def fits(self, candidate: Candidate) -> bool:
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit
 
-    def peak_bytes(self, plan: Plan) -> int:
-        """Of the rank that holds most."""
-        ranks = find_roles(plan, self.costs.compute_scale).representatives
-        return max(peak_memory(plan, rank).total for rank in ranks)
-
-    def chain(self, candidate: Candidate) -> Chain | None:
+    def gradients(self, candidate: Candidate) -> Gradients | None:
         """The candidate's gradients as units; None where it cuts them or updates them on servers."""
-        known = self._chains.get(id(candidate.plan))
-        if known is None:
-            known = (candidate.plan, chain_of(candidate.plan, self.costs, coarsen=self.coarsen))
-            # The plan is kept with its chain, so that no other plan can get its identity.
-            self._chains = {id(candidate.plan): known}
-        return known[1]
+        if self._gradients is None or self._gradients[0] is not candidate.plan:
+            self._gradients = candidate.plan, gradients_of(candidate.plan, self.costs, coarsen=self.coarsen)
+        return self._gradients[1]
 
-    def state_seconds(self, chain: Chain, state: State, base: Candidate) -> float:
-        """Step time of a state; without partial replay, by lowering and replaying all of it."""
-        if self.oracle.partial_replay:
-            return chain.seconds(state)
-        return self.evaluate(chain.strategy(state, base.strategy), "trial").seconds
+    def arrangement_seconds(self, gradients: Gradients, arrangement: Arrangement, base: Candidate) -> float:
+        """Step time of an arrangement; without partial replay, by lowering and replaying all of it."""
+        if self.partial_replay:
+            return gradients.seconds(arrangement)
+        return self.evaluate(arranged(gradients, arrangement, base.strategy), "trial").seconds
 
-    def with_fused_seconds(self, plan: Plan) -> Plan:
-        """The plan with measured times of compiled regions in place of predicted ones."""
+    def plan(self, strategy: Strategy) -> Plan:
+        """Lowers a strategy, with measured times of compiled regions in place of predicted ones."""
+        plan = lower(self.graph, self.cluster, strategy)
         regions = plan.strategy.fusion
         measured = {n: self.fused_seconds[r[0]] for n, r in enumerate(regions) if r and r[0] in self.fused_seconds}
         if not measured:
@@ -121,3 +121,48 @@ class Problem:
                     part = share / sum(guess) if sum(guess) else 1 / len(mine)
                     segments[i] = replace(segments[i], seconds=seconds * part)
         return replace(plan, segments=tuple(segments))
+
+
+Propose = Callable[[Candidate, Problem], Iterable[Strategy]]
+Aim = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One optimisation technique. It proposes; what is kept is decided by replay."""
+
+    name: str
+    propose: Propose
+    aim: Aim
+    order: int
+    """Passes of one aim run from low to high."""
+
+
+PASSES: dict[str, Pass] = {}
+
+
+def register_pass(name: str, *, aim: Aim = "speed", order: int = 100) -> Callable[[Propose], Propose]:
+    """Decorator: makes `propose(candidate, problem) -> strategies` a pass of every later `optimize`.
+
+    A pass with the aim "memory" runs when a memory limit is exceeded; the others until none of them shortens the step.
+    """
+
+    def register(propose: Propose) -> Propose:
+        if name in PASSES:
+            raise OffbeatError(f"a pass named {name!r} exists already: {PASSES[name].propose.__module__}")
+        PASSES[name] = Pass(name, propose, aim, order)
+        return propose
+
+    return register
+
+
+def select_passes(names: Sequence[str] | None) -> list[Pass]:
+    """The named passes (None: all), in the order in which they run."""
+    if isinstance(names, str):
+        raise OffbeatError(f"passes: {names!r} must be a list of names")
+    ordered = sorted(PASSES.values(), key=lambda each: (each.aim, each.order, each.name))
+    for name in names or ():
+        if name not in PASSES:
+            there = ", ".join(each.name for each in ordered)
+            raise OffbeatError(f"passes: there is no pass {name!r}; there are {there}")
+    return [each for each in ordered if names is None or each.name in names]

@@ -1,18 +1,18 @@
-"""Synchroniser: how each variable travels - all-reduce, gathered rows, broadcast factors, a server, sharded updates.
+"""Passes that change how variables travel: by all-reduce, gathered rows, broadcast factors or a server; and rounded.
 
-Only exchanges that give the same update are tried. Variables that change leave their group; the later passes fuse, cut
-and order what results.
+Only exchanges that give the same update are tried, unless rounding is allowed. Variables that change leave their group;
+the later passes fuse, cut and order what results.
 """
 
 from collections.abc import Iterator
 
 from offbeat.graph import Variable
 from offbeat.plan.model import REPLICATED
-from offbeat.search.chain import link_seconds
-from offbeat.search.pace_strategy import pace_schedule
-from offbeat.search.passes.problem import Candidate, Problem
-from offbeat.search.passes.registry import register_pass
-from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
+from offbeat.search.arrange import explicit, rescheduled
+from offbeat.search.pace.strategy import pace_schedule
+from offbeat.search.passes.problem import Candidate, Problem, register_pass
+from offbeat.simulate.fast.gradients import link_seconds
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
 
 _SERVED = 2
 """Variables, the largest ones, that are tried on a server."""
@@ -20,7 +20,7 @@ _SLICE_BYTES = 2 * 2**20
 
 
 @register_pass("synchronizer", order=50)
-def propose(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Every variable by what takes the link least; then the largest ones, and sparse ones, on servers."""
     if len(candidate.plan.replicas) < 2:
         return
@@ -42,12 +42,32 @@ def propose(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
         yield _rearranged(strategy, sparse)
 
 
+@register_pass("precision", order=60)
+def precision(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """All dense float32 messages in bfloat16, which keeps float32's range; it rounds, so it must be allowed."""
+    if not problem.allow_lossy:
+        return
+    variables = dict(candidate.strategy.variables)
+    for variable in problem.graph.gradient_order:
+        config = candidate.strategy.config(variable.name)
+        if variable.dtype == "float32" and all(_plain(shard) for shard in config.shards):
+            shards = tuple(shard.model_copy(update={"encoder": Encoder(name="bf16")}) for shard in config.shards)
+            variables[variable.name] = config.model_copy(update={"shards": shards})
+    if variables != candidate.strategy.variables:
+        yield candidate.strategy.model_copy(update={"variables": variables})
+
+
+def _plain(shard: Shard) -> bool:
+    allowed = shard.synchronizer in ("all_reduce", "sharded", "parameter_server")
+    return allowed and shard.encoder.name == "none" and not (shard.staleness or shard.asynchronous or shard.stations)
+
+
 def _scheduled(strategy: Strategy, problem: Problem) -> Iterator[Strategy]:
     """The strategy with PACE's schedule, without which it would lose against a candidate that has one."""
     yield strategy
-    chain = problem.chain(problem.evaluate(strategy, "trial"))
-    if chain is not None and problem.mode != "barrier":
-        yield chain.explicit(*pace_schedule(chain), strategy)
+    gradients = problem.gradients(problem.evaluate(strategy, "trial"))
+    if gradients is not None and problem.mode != "barrier":
+        yield explicit(gradients, *pace_schedule(gradients), strategy)
 
 
 def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Shard | None:
@@ -60,13 +80,12 @@ def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Sha
         options.append(Shard(synchronizer="sparse_all_gather"))
     if variable.factor_rows:
         options.append(Shard(synchronizer="factor_broadcast"))
-    best = min(options, key=lambda shard: _seconds(variable, shard, candidate, problem))
+    seconds = {shard: _seconds(variable, shard, candidate, problem) for shard in options}
+    best = min(seconds, key=lambda shard: seconds[shard])
     if best.synchronizer == current.synchronizer:
         return None
-    if current.synchronizer not in REPLICATED:
-        return best
-    now = _seconds(variable, current, candidate, problem)
-    return best if _seconds(variable, best, candidate, problem) < now else None
+    slower = current.synchronizer not in REPLICATED or _seconds(variable, current, candidate, problem) > seconds[best]
+    return best if slower else None
 
 
 def _seconds(variable: Variable, shard: Shard, candidate: Candidate, problem: Problem) -> float:
@@ -82,12 +101,6 @@ def _seconds(variable: Variable, shard: Shard, candidate: Candidate, problem: Pr
 def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
     """The strategy with these shards, each in a message of its own, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
-    old = strategy.schedule
-    schedule = Schedule(
-        policy="priority",
-        slice_bytes=old.slice_bytes or _SLICE_BYTES,
-        in_flight=old.in_flight,
-        credit_bytes=old.credit_bytes,
-        mode=old.mode,
-    )
-    return strategy.model_copy(update={"variables": {**strategy.variables, **configs}, "schedule": schedule})
+    changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
+    size = strategy.schedule.slice_bytes or _SLICE_BYTES
+    return rescheduled(changed, policy="priority", slice_bytes=size, order=())

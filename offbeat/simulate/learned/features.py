@@ -1,4 +1,4 @@
-"""Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw).
+"""Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
 
 A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
 predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges join
@@ -7,36 +7,30 @@ domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule. 
 because they span many orders of magnitude.
 
 With `replay=True` the replayer's prediction is there as well, and its sensitivities: how much longer the step would be
-if something the replayer has no measurement of were dearer (`WHAT_IFS`). A job's true costs lie somewhere in between,
+if something the replayer has no measurement of were slower (`WHAT_IFS`). A job's true costs lie somewhere in between,
 and a few trials suffice to tell where.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.analytic import Coefficients, compute_seconds, features, message_features, sync_seconds
-from offbeat.cost.measured import Costs
+from offbeat.cost.measured import Costs, FittedCosts
+from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
 from offbeat.plan.model import Message, Piece
-from offbeat.simulate.predict import simulate
+from offbeat.simulate.fast import step_seconds
 from offbeat.strategy import Schedule
-from offbeat.strategy.model import SERVERS
+from offbeat.strategy.model import SERVERS, Synchronizer
 
-SYNCHRONIZERS = (
-    "all_reduce",
-    "parameter_server",
-    "sharded",
-    "sparse_all_gather",
-    "sparse_parameter_server",
-    "factor_broadcast",
-)
+SYNCHRONIZERS = get_args(Synchronizer)
 SHORTEST_SECONDS = 1e-6
-_TO_OR_FROM_ONE = ("reduce", "broadcast", "gather")
 _SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes")
 RAW_NAMES = (
     *("bytes", "variable_bytes", "rows", "axes", "sparse", "item_bytes", "position", "depth"),
@@ -48,7 +42,7 @@ PREDEFINED_NAMES = ("transfer_seconds", "network_overheads", "kernel_latencies",
 NODE_NAMES = RAW_NAMES + PREDEFINED_NAMES
 _Z = tuple(f"{family}.{part}" for family in ("ps.max", "ps.mean", "cc.max", "cc.mean") for part in ("t", "n", "k"))
 WHAT_IFS = ("calls", "servers", "collectives", "disturbance", "updates")
-"""What is dearer in turn: each collective by 1 ms; those to or from one rank, then all others, by half; computing by
+"""What is slower in turn: each collective by 1 ms; those to or from one rank, then all others, by half; computing by
 0.3 while the link is busy; each update by 0.3 ms."""
 WHOLE_NAMES = (
     *_Z,
@@ -57,17 +51,6 @@ WHOLE_NAMES = (
     *_SCHEDULE,
     *(f"if_{name}" for name in WHAT_IFS),
 )
-
-
-@dataclass(frozen=True)
-class _Dearer(Costs):
-    """Costs at which some collectives take longer."""
-
-    factors: Mapping[str, float] = field(default_factory=dict)
-    call_seconds: float = 0.0
-
-    def dearer(self, kind: str, in_flight: int) -> tuple[float, float]:
-        return self.factors.get(kind, 1.0), self.call_seconds
 
 
 @dataclass(frozen=True)
@@ -84,6 +67,37 @@ class Encoded:
     """Logarithm of the predicted seconds on which a learned model may build: the replayer's, else the analytic's."""
 
 
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """How a simulator is trained; the defaults are the paper's."""
+
+    epochs: int = 200
+    learning_rate: float = 1e-3
+    decay: float = 0.3
+    decay_epochs: tuple[int, ...] = (80, 160)
+    clip: float = 0.25
+    batch: int = 32
+    """Plans in a batch; all pairs among them are compared."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch < 2:
+            raise OffbeatError(f"schedule: {self.epochs} epochs with batches of {self.batch} plans train nothing")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Plans of one domain with their measured seconds."""
+
+    plans: Sequence[Encoded]
+    seconds: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.plans) != len(self.seconds):
+            raise OffbeatError(f"samples: {len(self.plans)} plans have {len(self.seconds)} times")
+        if not all(0 < value < math.inf for value in self.seconds):
+            raise OffbeatError("samples: every time must be positive and finite")
+
+
 def encode(
     plan: Plan,
     *,
@@ -98,23 +112,19 @@ def encode(
     """
     shards = _shards(plan)
     coefficients = coefficients or Coefficients()
-    computing, syncing = compute_seconds(plan), sync_seconds(plan, coefficients)
     entries = message_features(plan)
-    servers: dict[int, float] = {}
-    for entry in entries:
-        if entry.server is not None:
-            servers[entry.server] = servers.get(entry.server, 0.0) + entry.seconds(coefficients)
-    collective = sum(entry.seconds(coefficients) for entry in entries if entry.server is None)
+    collective, server = sync_seconds(entries, coefficients)
+    computing, syncing = compute_seconds(plan), collective + server
     served = sum(message.bytes for message in plan.messages if message.synchronizer in SERVERS)
     total = sum(message.bytes for message in plan.messages)
     predicted = max(computing, syncing)
-    seconds = simulate(plan, costs, memory=False).iteration_time if replay else predicted
+    seconds = step_seconds(plan, costs) if replay else predicted
     sensitivities = _sensitivities(plan, costs or Costs(), seconds) if replay and what_ifs else [0.0] * len(WHAT_IFS)
     whole = [
-        *(_log(value) if part % 3 == 0 else math.log1p(value) for part, value in enumerate(features(plan).tolist())),
+        *(_log(value) if part % 3 == 0 else math.log1p(value) for part, value in enumerate(features(entries).tolist())),
         *(_log(computing), _log(syncing), _log(predicted)),
         *(math.log1p(len(plan.messages)), math.log1p(len(plan.tasks)), served / max(1, total)),
-        *(_log(max(servers.values(), default=0.0)), _log(collective)),
+        *(_log(server), _log(collective)),
         *_schedule(plan.strategy.schedule),
         *sensitivities,
     ]
@@ -129,15 +139,14 @@ def encode(
 
 def _sensitivities(plan: Plan, costs: Costs, seconds: float) -> list[float]:
     """For each of `WHAT_IFS` the logarithm of the step's time over what it takes at these costs."""
-    known = _Dearer(**{each.name: getattr(costs, each.name) for each in fields(Costs)})
-    dearer = {
-        "calls": replace(known, call_seconds=1e-3),
-        "servers": replace(known, factors=dict.fromkeys(_TO_OR_FROM_ONE, 1.5)),
-        "collectives": replace(known, factors=dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 1.5)),
-        "disturbance": replace(known, interference=known.interference + 0.3),
-        "updates": replace(known, update_call_seconds=known.update_call_seconds + 3e-4),
+    slowed: dict[str, dict[str, Any]] = {
+        "calls": {"call_seconds": 1e-3},
+        "servers": {"factors": {"rooted": 1.5}},
+        "collectives": {"factors": {"ring": 1.5}},
+        "disturbance": {"interference": costs.interference + 0.3},
+        "updates": {"update_call_seconds": costs.update_call_seconds + 3e-4},
     }
-    times = [simulate(plan, dearer[name], memory=False).iteration_time for name in WHAT_IFS]
+    times = [step_seconds(plan, FittedCosts.of(costs, **slowed[name])) for name in WHAT_IFS]
     return [_log(each) - _log(seconds) for each in times]
 
 

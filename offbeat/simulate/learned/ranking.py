@@ -1,4 +1,4 @@
-"""Encoded plans + measured times → a trained Simulator, which ranks other plans and is kept in a file.
+"""Encoded plans + measured times → a trained Simulator, which ranks other plans and can be stored.
 
 Pairs of plans from one domain are compared: with measured times t_i < t_j the loss is
 
@@ -16,7 +16,6 @@ import json
 import math
 import zipfile
 from collections.abc import Sequence
-from os import PathLike
 
 import numpy as np
 import torch
@@ -24,17 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded
+from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded, Samples, TrainingSchedule
 from offbeat.simulate.learned.models import HIDDEN, Kind, ScoreModel, collate, make_model
-from offbeat.simulate.learned.samples import Samples, Schedule
 
 FORMAT = 1
 TIE = 0.03
 """Times closer than this share are not compared: two trials of one strategy differ by as much."""
 
-__all__ = ["Samples", "Schedule", "Simulator", "pairwise_loss"]
+__all__ = ["Samples", "Simulator", "TrainingSchedule", "pairwise_loss"]
 
 
 class Simulator:
@@ -49,17 +46,9 @@ class Simulator:
         """Plans of the last fit; 0 before it."""
         self.slope, self.offset = 1.0, 0.0
 
-    def fit(
-        self,
-        domains: Sequence[Samples],
-        schedule: Schedule | None = None,
-        validation: Sequence[Samples] | None = None,
-    ) -> float:
-        """Trains on from the present state; the last epoch's mean loss.
-
-        With `validation` the state of the epoch that ranks it best is kept.
-        """
-        schedule = schedule or Schedule()
+    def fit(self, domains: Sequence[Samples], schedule: TrainingSchedule | None = None) -> float:
+        """Trains on from the present state; returns the last epoch's mean loss."""
+        schedule = schedule or TrainingSchedule()
         domains = [domain for domain in domains if len(domain.plans) > 1]
         if not domains:
             raise OffbeatError("fit: no domain has two plans to compare")
@@ -69,17 +58,10 @@ class Simulator:
         random = np.random.default_rng(self.seed + len(everything))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=schedule.learning_rate)
         decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(schedule.decay_epochs), schedule.decay)
-        best_accuracy, best_state, loss = -1.0, None, math.inf
+        loss = math.inf
         for _ in range(schedule.epochs):
             loss = self._epoch(domains, schedule, optimizer, random)
             decay.step()
-            if validation is not None:
-                accuracy = self.accuracy(validation)
-                if accuracy > best_accuracy:
-                    best_accuracy = accuracy
-                    best_state = {name: value.clone() for name, value in self.model.state_dict().items()}
-        if best_state is not None:
-            self.model.load_state_dict(best_state)
         self.trained_on = len(everything)
         self._calibrate(domains[-1])
         return loss
@@ -92,36 +74,10 @@ class Simulator:
         """The hidden vector of each plan."""
         return self._scores(plans)[1]
 
-    def accuracy(self, domains: Sequence[Samples]) -> float:
-        """Share of the pairs within domains that are ranked as measured."""
-        right = total = 0.0
-        for domain in domains:
-            scores, times = self._scores(domain.plans)[0], np.asarray(domain.seconds)
-            first, second = _pairs(times)
-            right += float(np.sum((np.sign(scores[second] - scores[first]) + 1) / 2))
-            total += len(first)
-        return right / total if total else math.nan
-
-    def save(self, path: str | PathLike[str]) -> None:
-        files.write_atomic(path, self.to_bytes(), "simulator state")
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Simulator":
-        return cls.from_bytes(files.read_bytes(path, "simulator state"), str(path))
-
     def to_bytes(self) -> bytes:
         """The state as `from_bytes` reads it."""
-        header = {
-            "format": FORMAT,
-            "kind": self.kind,
-            "hidden": self.hidden,
-            "seed": self.seed,
-            "trained_on": self.trained_on,
-            "slope": self.slope,
-            "offset": self.offset,
-            "nodes": NODE_NAMES,
-            "whole": WHOLE_NAMES,
-        }
+        header = {name: getattr(self, name) for name in ("kind", "hidden", "seed", "trained_on", "slope", "offset")}
+        header |= {"format": FORMAT, "nodes": NODE_NAMES, "whole": WHOLE_NAMES}
         arrays = {f"state.{name}": value.numpy() for name, value in self.model.state_dict().items()}
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         buffer = io.BytesIO()
@@ -154,7 +110,7 @@ class Simulator:
     def _epoch(
         self,
         domains: Sequence[Samples],
-        schedule: Schedule,
+        schedule: TrainingSchedule,
         optimizer: torch.optim.Optimizer,
         random: np.random.Generator,
     ) -> float:

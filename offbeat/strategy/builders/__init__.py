@@ -1,43 +1,10 @@
-"""Graph + cluster + options → Strategy: one module per known system, each registered under its own name."""
+"""Graph + cluster + options → Strategy: one module per known system, whose `build` is registered under its name."""
 
-from offbeat.strategy.builders import (
-    all_reduce,
-    byteps,
-    ddp,
-    fast_servers,
-    hierarchical_ps,
-    horovod,
-    overlap,
-    parallax,
-    partitioned_all_reduce,
-    partitioned_ps,
-    poseidon,
-    ps,
-    ps_load_balanced,
-    random_axis_all_reduce,
-    sharded,
-    tictac,
-    uneven_partitioned_ps,
-    wfbp,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "all_reduce",
-    "byteps",
-    "ddp",
-    "fast_servers",
-    "hierarchical_ps",
-    "horovod",
-    "overlap",
-    "parallax",
-    "partitioned_all_reduce",
-    "partitioned_ps",
-    "poseidon",
-    "ps",
-    "ps_load_balanced",
-    "random_axis_all_reduce",
-    "sharded",
-    "tictac",
-    "uneven_partitioned_ps",
-    "wfbp",
-]
+from offbeat.strategy.registry import register_builder
+
+for _module in iter_modules(__path__):
+    if not _module.name.startswith("_"):
+        register_builder(_module.name)(import_module(f"{__name__}.{_module.name}").build)

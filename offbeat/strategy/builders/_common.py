@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, cycle, islice
 from typing import cast, get_args
 
 from pydantic import ValidationError
@@ -15,8 +15,9 @@ from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.model import Encoder, EncoderName, Shard, Synchronizer, VariableConfig
 from offbeat.units import parse_bytes
 
-SPARSE_ALL_GATHER = VariableConfig(shards=(Shard(synchronizer="sparse_all_gather"),))
-"""What all-reduce systems do with a sparse gradient: every rank receives every rank's rows."""
+_ALL_REDUCE = Shard()
+# All-reduce systems gather a sparse gradient: every rank receives every rank's rows.
+_SPARSE_ALL_GATHER = VariableConfig(shards=(Shard(synchronizer="sparse_all_gather"),))
 
 
 def trained(graph: ModelGraph) -> tuple[Variable, ...]:
@@ -24,44 +25,47 @@ def trained(graph: ModelGraph) -> tuple[Variable, ...]:
     return tuple(variable for variable in graph.variables if variable.gradient_from is not None)
 
 
-def in_forward_order(graph: ModelGraph, configs: Mapping[str, VariableConfig]) -> dict[str, VariableConfig]:
-    """The same configurations in the model's order, so that strategies of different builders compare line by line."""
+def fused(
+    graph: ModelGraph, messages: Iterable[Sequence[Variable]], shard: Shard = _ALL_REDUCE
+) -> dict[str, VariableConfig]:
+    """Whole dense variables configured like `shard`, one group per message; sparse ones gathered. In forward order."""
+    configs = {variable.name: _SPARSE_ALL_GATHER for variable in trained(graph) if variable.sparse}
+    for group, members in enumerate(messages):
+        config = VariableConfig(shards=(shard.model_copy(update={"group": group}),))
+        configs |= {variable.name: config for variable in members}
     return {variable.name: configs[variable.name] for variable in graph.variables if variable.name in configs}
 
 
-def fused(
-    messages: Iterable[Sequence[Variable]],
-    synchronizer: Synchronizer = "all_reduce",
-    encoder: Encoder | None = None,
+def unfused(
+    graph: ModelGraph, configure: Callable[[Variable], VariableConfig] = lambda _: VariableConfig()
 ) -> dict[str, VariableConfig]:
-    """Whole variables, one group per message."""
+    """Dense variables as `configure` says, by default whole and all-reduced alone; sparse ones are gathered."""
     return {
-        variable.name: VariableConfig(
-            shards=(Shard(synchronizer=synchronizer, group=number, encoder=encoder or Encoder()),)
-        )
-        for number, members in enumerate(messages)
-        for variable in members
+        variable.name: _SPARSE_ALL_GATHER if variable.sparse else configure(variable) for variable in trained(graph)
     }
 
 
-def chunks(variables: Sequence[Variable], chunk: int) -> list[list[Variable]]:
-    """Every `chunk` adjacent variables in one message; a chunk of several dtypes makes one message for each."""
+def chunks(graph: ModelGraph, chunk: int) -> list[list[Variable]]:
+    """Every `chunk` adjacent dense variables in one message; a chunk of several dtypes makes one message for each."""
+    dense = [variable for variable in trained(graph) if not variable.sparse]
     messages: dict[tuple[int, str], list[Variable]] = {}
-    for position, variable in enumerate(variables):
+    for position, variable in enumerate(dense):
         messages.setdefault((position // chunk, variable.dtype), []).append(variable)
     return list(messages.values())
 
 
-def size_buckets(variables: Iterable[Variable], limits: Sequence[int]) -> list[list[Variable]]:
-    """torch's `_compute_bucket_assignment_by_size`: a bucket closes once it has reached its limit in bytes.
+def size_buckets(graph: ModelGraph, *limits: int) -> list[list[Variable]]:
+    """torch's `_compute_bucket_assignment_by_size`: a bucket of dense gradients closes once it has reached its limit.
 
-    Each dtype fills its own bucket; its n-th bucket has the n-th limit, and the last limit serves for all later ones.
+    Each dtype fills its own bucket; its n-th bucket has the n-th limit in bytes, later ones have the last limit.
     """
     closed: list[list[Variable]] = []
     filling: dict[str, list[Variable]] = {}
     filled_bytes: Counter[str] = Counter()
     closed_count: Counter[str] = Counter()
-    for variable in variables:
+    for variable in graph.gradient_order:
+        if variable.sparse:
+            continue
         dtype = variable.dtype
         filling.setdefault(dtype, []).append(variable)
         filled_bytes[dtype] += variable.bytes
@@ -103,7 +107,7 @@ def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
 
 
 class ServerLoads:
-    """Bytes placed on each server so far; the next shard goes where the least time's worth of them lies.
+    """Bytes placed on each server so far; the next shard goes to the server with the least bytes for its speed.
 
     Speeds are relative: without them every server counts alike, which is AutoDist's load balancing (§3.1, TF-PS-LB).
     """
@@ -113,42 +117,40 @@ class ServerLoads:
         self.bytes = dict.fromkeys(servers, 0)
 
     def least(self, count: int) -> list[int]:
-        """The `count` least loaded servers, lightest first; they are named again once all have been."""
+        """The `count` least loaded servers, lightest first; with fewer servers than that, in turns."""
         order = sorted(self.bytes, key=lambda rank: self.bytes[rank] / self.speeds[rank])
         return list(islice(cycle(order), count))
 
-    def place(self, variable: Variable, parts: int = 1, stations: tuple[int, ...] = ()) -> VariableConfig:
+    def place(self, variable: Variable, parts: int) -> VariableConfig:
         """The variable in `parts` row shards of even size, each on one of the least loaded servers."""
-        return self.place_lengths(variable, even_lengths(rows(variable), parts), self.least(parts), stations)
+        return self.place_lengths(variable, even_lengths(rows(variable), parts), self.least(parts))
 
-    def place_lengths(
-        self, variable: Variable, lengths: Sequence[int], owners: Sequence[int], stations: tuple[int, ...] = ()
-    ) -> VariableConfig:
+    def place_lengths(self, variable: Variable, lengths: Sequence[int], owners: Sequence[int]) -> VariableConfig:
         """The variable in row shards of these lengths, each on its owner."""
         row_bytes = variable.bytes // max(1, rows(variable))
         for owner, length in zip(owners, lengths, strict=True):
             self.bytes[owner] += length * row_bytes
         partition = row_partition(variable, len(lengths))
         even = list(lengths) == even_lengths(sum(lengths), len(lengths))
-        cuts = tuple(sum(lengths[: part + 1]) for part in range(len(lengths) - 1))
+        kind: Synchronizer = "sparse_parameter_server" if variable.sparse else "parameter_server"
         return VariableConfig(
             partition=partition,
-            cuts=() if even else (cuts, *(() for _ in partition[1:])),
-            shards=tuple(_server_shard(variable, owner, stations) for owner in owners),
+            cuts=() if even else (tuple(accumulate(lengths[:-1])), *(() for _ in partition[1:])),
+            shards=tuple(Shard(synchronizer=kind, placement=(owner,)) for owner in owners),
         )
 
 
-def _server_shard(variable: Variable, owner: int, stations: tuple[int, ...]) -> Shard:
-    if variable.sparse:
-        return Shard(synchronizer="sparse_parameter_server", placement=(owner,))
-    return Shard(synchronizer="parameter_server", placement=(owner,), stations=stations)
+def served(
+    graph: ModelGraph, ranks: Sequence[int], parts: Callable[[Variable], int] = lambda _: 1
+) -> dict[str, VariableConfig]:
+    """Every variable in `parts(variable)` row shards on the least loaded of the servers."""
+    loads = ServerLoads(ranks)
+    return {variable.name: loads.place(variable, parts(variable)) for variable in trained(graph)}
 
 
-def shards_for(variable: Variable, threshold: int, servers: int, max_shards: int | None) -> int:
-    """AutoDist's PS builder (§3.1): a variable above the threshold makes one shard per server, others none."""
-    if variable.bytes <= threshold:
-        return 1
-    return min(servers, rows(variable), max_shards or servers)
+def shards_for(variable: Variable, threshold: int, most: int) -> int:
+    """The row shards of a variable: `most` above the threshold in bytes, or as many as it has rows; 1 below it."""
+    return min(most, rows(variable)) if variable.bytes > threshold else 1
 
 
 def count_option(name: str, value: object, minimum: int = 1) -> int:
@@ -156,10 +158,6 @@ def count_option(name: str, value: object, minimum: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise StrategyError(f"{name}: {value!r} is not a whole number of at least {minimum}")
     return value
-
-
-def optional_count(name: str, value: object) -> int | None:
-    return None if value is None else count_option(name, value)
 
 
 def bytes_option(name: str, value: str | float, minimum: int = 1) -> int:
@@ -180,11 +178,3 @@ def encoder_option(value: object) -> Encoder:
         return Encoder(name=cast(EncoderName, value))
     except ValidationError as error:
         raise StrategyError(f"encoder: {files.first_problem(error)}; pass an Encoder instead of its name") from None
-
-
-def smallest_divisor(length: int) -> int:
-    """The smallest divisor of at least 2; the length itself where it is prime or 1."""
-    for divisor in range(2, math.isqrt(length) + 1):
-        if length % divisor == 0:
-            return divisor
-    return length

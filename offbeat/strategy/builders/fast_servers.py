@@ -3,12 +3,10 @@
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.strategy.builders import overlap
-from offbeat.strategy.builders._common import ServerLoads, bytes_option, in_forward_order, parts_within, server_ranks
+from offbeat.strategy.builders._common import ServerLoads, bytes_option, parts_within, server_ranks
 from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("fast_servers")
 def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
@@ -23,7 +21,7 @@ def build(
     A ring of w ranks leads 2(w−1)/w of all bytes through its slowest link. A server's clients send each byte once and
     receive it once, in opposite directions, so that the slowest link carries less where the servers are elsewhere.
     """
-    limit, most = bytes_option("threshold", threshold, minimum=1), bytes_option("shard", shard, minimum=1024)
+    limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
     base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=most, in_flight=in_flight)
     bandwidths = {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in server_ranks(cluster, "nodes")}
     loads = ServerLoads([rank for rank, bandwidth in bandwidths.items() if bandwidth == max(bandwidths.values())])
@@ -32,4 +30,4 @@ def build(
         for variable in graph.gradient_order
         if variable.bytes >= limit and not variable.sparse
     }
-    return base.model_copy(update={"variables": in_forward_order(graph, base.variables | served)})
+    return base.model_copy(update={"variables": base.variables | served})

@@ -2,19 +2,10 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import (
-    ServerLoads,
-    bytes_option,
-    optional_count,
-    server_ranks,
-    shards_for,
-    trained,
-)
-from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
+from offbeat.strategy.builders import partitioned_ps
+from offbeat.strategy.model import Strategy, VariableConfig
 
 
-@register_builder("hierarchical_ps")
 def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
@@ -28,14 +19,14 @@ def build(
     The first rank of each node with more than one replica is its station. Options as in `partitioned_ps`; sparse
     gradients go to their servers directly.
     """
-    limit, bound = bytes_option("threshold", threshold, minimum=0), optional_count("max_shards", max_shards)
-    ranks = server_ranks(cluster, servers)
-    per_node = [tuple(cluster.ranks_of(node)) for node in range(len(cluster.nodes))]
-    stations = tuple(members[0] for members in per_node if len(members) > 1)
-    loads = ServerLoads(ranks)
-    return Strategy(
-        variables={
-            variable.name: loads.place(variable, shards_for(variable, limit, len(ranks), bound), stations)
-            for variable in trained(graph)
-        }
-    )
+    per_node = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
+    stations = tuple(ranks[0] for ranks in per_node if len(ranks) > 1)
+    base = partitioned_ps.build(graph, cluster, threshold=threshold, max_shards=max_shards, servers=servers)
+    through = {"stations": stations}
+
+    def staged(config: VariableConfig) -> VariableConfig:
+        sparse = config.shards[0].synchronizer != "parameter_server"
+        shards = config.shards if sparse else tuple(shard.model_copy(update=through) for shard in config.shards)
+        return config.model_copy(update={"shards": shards})
+
+    return base.model_copy(update={"variables": {name: staged(each) for name, each in base.variables.items()}})

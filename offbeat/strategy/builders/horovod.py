@@ -2,18 +2,17 @@
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
 from offbeat.graph.estimate import operator_seconds
-from offbeat.strategy.builders._common import SPARSE_ALL_GATHER, bytes_option, fused, in_forward_order, trained
+from offbeat.strategy.builders._common import bytes_option, fused
 from offbeat.strategy.model import Schedule, Strategy
-from offbeat.strategy.registry import register_builder
 from offbeat.units import parse_seconds
 
 
-@register_builder("horovod")
 def build(
     graph: ModelGraph, cluster: ClusterSpec, *, fusion_bytes: str | float = "64MiB", cycle: str | float = "5ms"
 ) -> Strategy:
@@ -26,30 +25,23 @@ def build(
     limit = bytes_option("fusion_bytes", fusion_bytes)
     period_seconds = parse_seconds(cycle, "cycle")
     if period_seconds <= 0:
-        raise StrategyError(f"cycle: {cycle!r} is not longer than no time")
+        raise StrategyError(f"cycle: {cycle!r} must be more than 0 seconds")
     ready_seconds = gradient_ready_seconds(graph, cluster)
     cycles: dict[int, list[Variable]] = {}
     for variable in graph.gradient_order:
         if not variable.sparse:
             cycles.setdefault(int(ready_seconds[variable.name] // period_seconds), []).append(variable)
-    configs = fused(message for ready in cycles.values() for message in fuse(ready, limit))
-    configs |= {variable.name: SPARSE_ALL_GATHER for variable in trained(graph) if variable.sparse}
-    return Strategy(variables=in_forward_order(graph, configs), schedule=Schedule(mode="barrier"))
+    messages = (message for ready in cycles.values() for message in fuse(ready, limit))
+    return Strategy(variables=fused(graph, messages), schedule=Schedule(mode="barrier"))
 
 
 def gradient_ready_seconds(graph: ModelGraph, cluster: ClusterSpec) -> dict[str, float]:
     """When each gradient is complete, counted from the start of backward, on the device that takes longest."""
-    devices = [cluster.device_of(rank) for rank in range(cluster.world_size)]
-    slowest: dict[str, float] = {}
-    longest_seconds = -1.0
-    for peak_flops, memory_bandwidth in dict.fromkeys((each.peak_flops, each.memory_bandwidth) for each in devices):
-        now_seconds, ends = 0.0, {}
-        for operator in graph.phase("backward"):
-            now_seconds += operator_seconds(operator, peak_flops, memory_bandwidth)
-            ends[operator.name] = now_seconds
-        if now_seconds > longest_seconds:
-            longest_seconds, slowest = now_seconds, ends
-    return {variable.name: slowest.get(variable.gradient_from or "", 0.0) for variable in graph.gradient_order}
+    backward = graph.phase("backward")
+    devices = dict.fromkeys((node.peak_flops, node.memory_bandwidth) for node in cluster.nodes)
+    slowest = max(([operator_seconds(operator, *device) for operator in backward] for device in devices), key=sum)
+    ends = dict(zip((operator.name for operator in backward), accumulate(slowest), strict=True))
+    return {variable.name: ends.get(variable.gradient_from or "", 0.0) for variable in graph.gradient_order}
 
 
 def fuse(ready: Iterable[Variable], limit: int) -> list[list[Variable]]:

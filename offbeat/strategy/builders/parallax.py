@@ -2,32 +2,20 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import (
-    ServerLoads,
-    chunks,
-    count_option,
-    fused,
-    in_forward_order,
-    rows,
-    server_ranks,
-    trained,
-)
+from offbeat.strategy.builders._common import ServerLoads, chunks, count_option, fused, rows, server_ranks, trained
 from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("parallax")
 def build(graph: ModelGraph, cluster: ClusterSpec, *, chunk: int = 64, servers: str = "nodes") -> Strategy:
     """Parallax (Kim et al., EuroSys 2019), as AutoDist §3.2 describes it: the gradient's kind decides.
 
     Dense gradients are all-reduced, every `chunk` adjacent ones together; a sparse variable is spread by rows over
     all servers ('nodes' or 'ranks'), so that each server receives only the rows it owns.
     """
-    size = count_option("chunk", chunk)
+    configs = fused(graph, chunks(graph, count_option("chunk", chunk)))
     ranks = server_ranks(cluster, servers)
     loads = ServerLoads(ranks)
-    configs = fused(chunks([variable for variable in trained(graph) if not variable.sparse], size))
     for variable in trained(graph):
         if variable.sparse:
             configs[variable.name] = loads.place(variable, min(len(ranks), rows(variable)))
-    return Strategy(variables=in_forward_order(graph, configs))
+    return Strategy(variables=configs)

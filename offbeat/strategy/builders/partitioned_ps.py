@@ -2,19 +2,10 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import (
-    ServerLoads,
-    bytes_option,
-    optional_count,
-    server_ranks,
-    shards_for,
-    trained,
-)
+from offbeat.strategy.builders._common import bytes_option, count_option, served, server_ranks, shards_for
 from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("partitioned_ps")
 def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
@@ -27,12 +18,7 @@ def build(
 
     `max_shards` bounds the shards of one variable; `servers` is 'nodes' or 'ranks'.
     """
-    limit, bound = bytes_option("threshold", threshold, minimum=0), optional_count("max_shards", max_shards)
+    limit = bytes_option("threshold", threshold, minimum=0)
     ranks = server_ranks(cluster, servers)
-    loads = ServerLoads(ranks)
-    return Strategy(
-        variables={
-            variable.name: loads.place(variable, shards_for(variable, limit, len(ranks), bound))
-            for variable in trained(graph)
-        }
-    )
+    most = len(ranks) if max_shards is None else min(len(ranks), count_option("max_shards", max_shards))
+    return Strategy(variables=served(graph, ranks, lambda variable: shards_for(variable, limit, most)))

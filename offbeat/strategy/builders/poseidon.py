@@ -6,10 +6,8 @@ from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.builders._common import ServerLoads, bytes_option, server_ranks, shards_for, trained
 from offbeat.strategy.model import Shard, Strategy, VariableConfig
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("poseidon")
 def build(
     graph: ModelGraph, cluster: ClusterSpec, *, threshold: str | float = "2MiB", servers: str = "nodes"
 ) -> Strategy:
@@ -27,7 +25,7 @@ def build(
         variables={
             variable.name: broadcast
             if factors_win(variable, cluster.world_size)
-            else loads.place(variable, shards_for(variable, limit, len(ranks), None))
+            else loads.place(variable, shards_for(variable, limit, len(ranks)))
             for variable in trained(graph)
         }
     )

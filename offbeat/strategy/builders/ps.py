@@ -3,15 +3,12 @@
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import ServerLoads, count_option, trained
+from offbeat.strategy.builders._common import count_option, served
 from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("ps")
 def build(graph: ModelGraph, cluster: ClusterSpec, *, server: int = 0) -> Strategy:
     """The (Reduce, Broadcast) synchroniser of AutoDist §2.2 with one destination, rank `server`."""
     if count_option("server", server, minimum=0) >= cluster.world_size:
         raise StrategyError(f"server: rank {server} is outside the cluster of {cluster.world_size} ranks")
-    loads = ServerLoads((server,))
-    return Strategy(variables={variable.name: loads.place(variable) for variable in trained(graph)})
+    return Strategy(variables=served(graph, (server,)))

@@ -6,10 +6,8 @@ from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.strategy.builders._common import ServerLoads, even_lengths, rows, server_ranks, trained
 from offbeat.strategy.model import Strategy
-from offbeat.strategy.registry import register_builder
 
 
-@register_builder("uneven_partitioned_ps")
 def build(graph: ModelGraph, cluster: ClusterSpec, *, servers: str = "nodes") -> Strategy:
     """As many shards as the smallest number that does not divide axis 0 (AutoDist's `UnevenPartitionedPS`).
 

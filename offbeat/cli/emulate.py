@@ -1,0 +1,93 @@
+"""offbeat emulate: a script → ranks on a cluster that is emulated on this machine."""
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from offbeat.cli.app import Json, app
+from offbeat.cli.show import print_json, say_ended, stdout_to_stderr
+from offbeat.errors import OffbeatError
+from offbeat.launch import TIMED_OUT, Job, RankProcess, exit_code, first_failure
+
+if TYPE_CHECKING:
+    from offbeat.emulate import Emulation
+
+
+@app.command(epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s -- train.py --steps 10")
+def emulate(
+    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The training script.")],
+    hosts: Annotated[int, typer.Option(min=1, help="Emulated hosts.")] = 2,
+    bandwidth: Annotated[str, typer.Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run a script on an emulated cluster: hosts joined by links of limited bandwidth."""
+    from offbeat.emulate import Emulation
+
+    is_script = script[0].endswith(".py")
+    if not (Path(script[0]).is_file() if is_script else script[0].startswith("-") or shutil.which(script[0])):
+        raise OffbeatError(f"{script[0]}: there is no such {'script' if is_script else 'program'}")
+    with stdout_to_stderr(as_json):
+        emulation = Emulation(link_rates(bandwidth, hosts), bandwidth, ranks_per_host=ranks_per_host)
+        code = run_shown(emulation, script, timeout)
+    if code:
+        say_ended(code, timeout)
+    if as_json:
+        print_json({"hosts": hosts, "ranks": hosts * ranks_per_host, "exit_code": code})
+    raise typer.Exit(code)
+
+
+def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | None) -> int:
+    """Runs a program on every rank of a cluster that is not yet running, and shows each line as '[rank] line'.
+
+    Returns 0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 when time was up. The
+    other ranks are then stopped.
+    """
+    readers: list[threading.Thread] = []
+    try:
+        with emulation:
+            port = emulation.new_port()
+
+            def start(rank: int, **_: object) -> RankProcess:
+                pipe = subprocess.PIPE
+                process = emulation.popen(rank, program, stdout=pipe, stderr=pipe, master_port=port)
+                for stream, shown_on in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    shown = (f"[{rank}] ", stream, shown_on)
+                    readers.append(threading.Thread(target=_show_lines, args=shown, daemon=True))
+                    readers[-1].start()
+                return process
+
+            ends = Job(start, range(emulation.world_size), captured=False).run(timeout)
+    finally:
+        # Every process that could still write has ended with the emulation.
+        for reader in readers:
+            reader.join()
+    failure = first_failure(ends)
+    if failure is not None:
+        return exit_code(failure.returncode)
+    return TIMED_OUT if any(end.outcome == "timed out" for end in ends) else 0
+
+
+def link_rates(text: str, hosts: int) -> int | list[str]:
+    """What `Emulation` takes for hosts: their number, or the bandwidth of each if there are several with commas."""
+    rates = text.split(",")
+    if len(rates) == 1:
+        return hosts
+    if len(rates) != hosts:
+        raise OffbeatError(f"bandwidth: {len(rates)} are given for {hosts} hosts")
+    return rates
+
+
+def _show_lines(prefix: str, stream: IO[bytes], shown_on: TextIO) -> None:
+    with stream:
+        for line in stream:
+            text = line.rstrip(b"\n").decode(errors="replace")
+            shown_on.write(f"{prefix}{text}\n")
+            shown_on.flush()

@@ -1,0 +1,149 @@
+"""offbeat report and view: a recorded job or a model → an HTML file, or a live page in the browser."""
+
+import gc
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.cli.app import Json, Scale, Trace, app
+from offbeat.cli.catalogue import load_cluster
+from offbeat.cli.planning import capture_model
+from offbeat.cli.show import print_facts, print_json, progress, require_folder, say
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from offbeat.report.live import Session
+
+DEFAULT_PORT = 8620
+
+
+@app.command(epilog="Example: offbeat report trace/ -o report.html")
+def report(
+    trace: Trace,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
+    strategy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Explain this strategy beside the one that ran.")
+    ] = None,
+    frontier: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A saved frontier, to be drawn in the report.")
+    ] = None,
+    predicted: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A saved timeline that was predicted, to compare with.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="What the page is called; the trace's name by default.")] = "",
+    what_ifs: Annotated[bool, typer.Option(help="Replay what would help most.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML file, for any browser and offline: where the step goes, the timeline, and what would help."""
+    require_folder(output, "report")
+    with progress("reading the trace"):
+        from offbeat.profile.source import load_recording
+        from offbeat.search.frontier.model import Frontier
+        from offbeat.strategy import Strategy
+        from offbeat.timeline import Timeline
+
+        recording = load_recording(trace)
+        options: dict[str, Any] = {
+            "title": title or trace.resolve().name,
+            "strategy": Strategy.load(strategy) if strategy else None,
+            "frontier": Frontier.load(frontier) if frontier else None,
+            "predicted": Timeline.load(predicted) if predicted else None,
+            "what_ifs": what_ifs,
+        }
+    with progress("replaying what would help"):
+        from offbeat.report import write_report
+
+        made = write_report(output, recording, **options)
+    if as_json:
+        print_json({"output": str(output), "output_bytes": output.stat().st_size, **made.to_dict()})
+        return
+    best = made.help.rows[0] if made.help and made.help.rows else None
+    print_facts(
+        {
+            "report": str(output),
+            "report_bytes": output.stat().st_size,
+            "spans": len(made.timeline),
+            "step_seconds": made.step_seconds,
+            "best_change": best.label if best else None,
+            "predicted_step_seconds": best.seconds if best else None,
+        }
+    )
+    print()
+    print(made.headline)
+
+
+@app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")
+def view(
+    trace: Annotated[
+        Path | None, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Look at a zoo model, or pkg.mod:function, that was not recorded.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Where the model would run: a preset or a cluster file.")
+    ] = None,
+    scale: Scale = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULT_PORT,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve a page on this machine that replays the job while you change bandwidth, workers, strategy and more."""
+    session = _session(trace, model, cluster, scale)
+    from offbeat.report.server import LiveServer
+
+    with LiveServer(session, port) as server:
+        if as_json:
+            print_json({"url": server.url, "port": server.server_port, "title": session.title})
+        else:
+            print(f"{session.title}: {server.url} (Ctrl-C ends it)")
+        # Objects loaded by now live on, so the garbage collector need not visit them during a replay.
+        gc.collect()
+        gc.freeze()
+        # The reader of a pipe waits for the address.
+        print(end="", flush=True)
+        with opening_page(server.url) if open_browser else nullcontext():
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                say("the page is closed")
+
+
+@contextmanager
+def opening_page(url: str) -> Generator[None, None, None]:
+    """Opens an address in the browser by way of a file that only this user can read, for as long as the block runs.
+
+    On the browser's command line every user of the machine could read the token.
+    """
+    import webbrowser
+
+    with tempfile.NamedTemporaryFile("w", prefix="offbeat-view-", suffix=".html") as page:
+        page.write('<!doctype html><meta name="referrer" content="no-referrer">')
+        page.write(f'<meta http-equiv="refresh" content="0;url={url}">')
+        page.flush()
+        webbrowser.open(Path(page.name).as_uri())
+        yield
+
+
+def _session(trace: Path | None, model: str | None, cluster: str | None, scale: float | None) -> "Session":
+    if (trace is None) == (model is None):
+        raise OffbeatError("view: name either a trace or a --model" + (", not both" if trace is not None else ""))
+    if model is None:
+        if cluster is not None or scale is not None:
+            raise OffbeatError(f"--{'cluster' if cluster is not None else 'scale'}: it goes with --model, not a trace")
+        with progress("reading the traces"):
+            from offbeat.report.live import Session
+
+            assert trace is not None
+            return Session.of_recording(trace)
+    if cluster is None:
+        raise OffbeatError(f"--cluster: it is needed, because {model!r} was not recorded on any")
+    spec = load_cluster(cluster)
+    graph = capture_model(model, scale)
+    from offbeat.report.live import Session
+
+    return Session.of_model(graph, spec)

@@ -1,0 +1,134 @@
+"""Recorded steps → candidates, found by a process of its own while training goes on.
+
+Replay and search compile code and use a processor for seconds; in the training process a step would stand still
+meanwhile. The searching process is started when recording starts, so that it has loaded and compiled by the time there
+is something to search. It has one thread and yields the processors. Whatever happens to it, the job goes on.
+
+    python -m offbeat.online.searcher    reads one request from stdin, writes one answer to stdout
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import orjson
+
+from offbeat.runtime.lifetime import close_at_exit
+
+NICENESS = 10
+MOST_SECONDS = 300.0
+"""After which a search that has not answered is ended."""
+
+
+class SearchFailed(Exception):
+    """The searching process died, hung, or could not replay what was recorded."""
+
+
+class Searcher:
+    """A searching process, from its parent's side."""
+
+    def __init__(self) -> None:
+        alone = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "offbeat.online.searcher"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **alone},
+        )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        close_at_exit(self)
+        self.received = bytearray()
+        self.asked_at = time.monotonic()
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Sends the request, without waiting for the process to take it."""
+        self.asked_at = time.monotonic()
+        # A process that is still loading does not read: the pipe takes little, and a step must not wait for it.
+        Thread(target=self._send, args=(orjson.dumps(request),), daemon=True).start()
+
+    def _send(self, request: bytes) -> None:
+        assert self.process.stdin is not None
+        with suppress(OSError), self.process.stdin as stream:
+            stream.write(request)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The answer, or None while there is none; SearchFailed if there will be none."""
+        assert self.process.stdout is not None
+        while part := self.process.stdout.read():
+            self.received += part
+        if self.process.poll() is None:
+            if time.monotonic() - self.asked_at > MOST_SECONDS:
+                self.close()
+                raise SearchFailed(f"the search has not answered for {MOST_SECONDS:.0f} s")
+            return None
+        while part := self.process.stdout.read():
+            self.received += part
+        self.close()
+        if self.process.returncode:
+            raise SearchFailed(f"the searching process ended with {self.process.returncode}")
+        answer = json.loads(bytes(self.received))
+        if "error" in answer:
+            raise SearchFailed(answer["error"])
+        return answer
+
+    def close(self, deadline: float | None = None) -> None:
+        """Ends the process, if it still runs, and lets go of its pipes; there is nothing to wait for."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+
+def search(request: dict[str, Any]) -> dict[str, Any]:
+    """What a searching process answers: the profile's graph, costs and notes, and candidates, the quickest first."""
+    from offbeat.graph import ModelGraph
+    from offbeat.profile.measure import profile_in_place
+    from offbeat.search.optimize import candidates
+
+    recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
+    graph = ModelGraph.from_json(request["graph"])
+    profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
+    found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy, request["barrier"])
+    return {
+        "graph": profile.graph.to_json().decode(),
+        "costs": profile.costs.to_dict(),
+        "notes": list(profile.notes),
+        "candidates": [
+            {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}
+            for each in found
+        ],
+    }
+
+
+def main() -> None:
+    """Loads, then waits for the request; the parent's end closes the pipe."""
+    os.nice(NICENESS)
+    import torch
+
+    import offbeat.profile.measure
+    import offbeat.search.optimize  # noqa: F401 - loaded while the job still records
+
+    torch.set_num_threads(1)
+    request = sys.stdin.buffer.read()
+    if not request:
+        return
+    try:
+        answer = search(orjson.loads(request))
+    except Exception as error:
+        answer = {"error": f"the recorded steps cannot be replayed: {error}"}
+    sys.stdout.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

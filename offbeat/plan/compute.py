@@ -1,0 +1,153 @@
+"""Replication, operator fusion, recomputation and accumulation: the graph level of a strategy → compute segments."""
+
+from dataclasses import fields, replace
+from itertools import groupby
+
+from offbeat.errors import StrategyError
+from offbeat.graph.coarsen import segments
+from offbeat.graph.model import Operator
+from offbeat.plan.model import Draft, Segment
+
+
+def replicate(draft: Draft) -> None:
+    """Places a replica on each rank, and lays out the compute of one of them."""
+    strategy = draft.strategy
+    if strategy.operators:
+        raise StrategyError(
+            f"the strategy splits {len(strategy.operators)} operators over devices; "
+            f"this version lowers strategies that replicate the graph"
+        )
+    draft.replicas = strategy.replicas or tuple(range(draft.cluster.world_size))
+    shares = strategy.weights or (1.0,) * len(draft.replicas)
+    total = sum(shares)
+    draft.weights = tuple(share / total for share in shares)
+    draft.segments = [
+        Segment(*(getattr(segment, field.name) for field in fields(segment)))
+        for segment in segments(draft.graph)
+        if segment.phase != "optimizer"
+    ]
+
+
+def fuse(draft: Draft) -> None:
+    """Merges adjacent segments of one phase that lie in one region of modules.
+
+    A fused region reads its inputs and writes its outputs once, so traffic between its own operators disappears; its
+    gradients all become ready when it ends (dPRO §2.3), which is what may make fusion not worth it.
+    """
+    for number, region in enumerate(draft.strategy.fusion):
+        merged: list[Segment] = []
+        for (inside, _), run in groupby(draft.segments, key=lambda s: (_inside(draft, s, region), s.phase)):
+            segments = list(run)
+            merged.extend([_merge(draft, number, segments)] if inside else segments)
+        draft.segments[:] = merged
+
+
+def _inside(draft: Draft, segment: Segment, region: tuple[str, ...]) -> bool:
+    if segment.recomputed:
+        return False
+    modules = (draft.graph.operator(name).module for name in segment.operators)
+    return all(any(within(module, path) for path in region) for module in modules)
+
+
+def _merge(draft: Draft, number: int, segments: list[Segment]) -> Segment:
+    operators = tuple(name for segment in segments for name in segment.operators)
+    own = set(operators)
+    read_again = {name for op in map(draft.graph.operator, operators) for name in op.inputs if name in own}
+    internal = sum(sum(out.bytes for out in draft.graph.operator(name).outputs) for name in read_again)
+    return replace(
+        segments[0],
+        name=f"fused{number}.{segments[0].name}",
+        operators=operators,
+        flops=sum(segment.flops for segment in segments),
+        # Each internal tensor was written once and read at least once.
+        bytes_moved=max(0.0, sum(segment.bytes_moved for segment in segments) - 2 * internal),
+        activation_bytes=sum(segment.activation_bytes for segment in segments),
+        seconds=_total([segment.seconds for segment in segments]),
+        reads=tuple(name for segment in segments for name in segment.reads),
+        completes=tuple(name for segment in segments for name in segment.completes),
+    )
+
+
+def recompute(draft: Draft) -> None:
+    """For each named module, drops what its forward keeps and runs that forward again before its backward begins.
+
+    Each module's own input stays, because the second forward starts from it.
+    """
+    for path in draft.strategy.recompute:
+        inside = [operator for operator in draft.graph.phase("forward") if within(operator.module, path)]
+        dropped = {operator.name: operator.activation_bytes for operator in inside}
+        inputs = {name for operator in inside for name in operator.inputs if name not in dropped}
+        position = _first_backward(draft, path)
+        if not inside or position is None:
+            continue
+        draft.segments[:] = [
+            _kept(draft, segment, dropped, inputs) if segment.phase == "forward" else segment
+            for segment in draft.segments
+        ]
+        draft.segments.insert(position, _second_forward(path, inside))
+
+
+def accumulate(draft: Draft) -> None:
+    """Repeats the compute for each micro-batch: the training loop's own (`ModelGraph.passes`), each cut into the
+    strategy's.
+
+    Forward waits for variables in the first micro-batch only, and gradients are complete in the last.
+    """
+    parts = draft.strategy.accumulation
+    count = parts * draft.graph.passes
+    if count == 1:
+        return
+    draft.segments[:] = [
+        replace(
+            segment,
+            name=f"{segment.name}@{turn}",
+            flops=segment.flops / parts,
+            bytes_moved=segment.bytes_moved / parts,
+            activation_bytes=segment.activation_bytes / parts,
+            seconds=None if segment.seconds is None else segment.seconds / parts,
+            reads=segment.reads if turn == 0 else (),
+            completes=segment.completes if turn == count - 1 else (),
+            microbatch=turn,
+        )
+        for turn in range(count)
+        for segment in draft.segments
+    ]
+
+
+def _total(measured: list[float | None]) -> float | None:
+    return None if None in measured else sum(seconds for seconds in measured if seconds is not None)
+
+
+def within(module: str, path: str) -> bool:
+    """Whether a module lies in, or is, the module at `path`."""
+    return module == path or module.startswith(f"{path}.")
+
+
+def _first_backward(draft: Draft, path: str) -> int | None:
+    def inside(segment: Segment) -> bool:
+        return any(within(draft.graph.operator(name).module, path) for name in segment.operators)
+
+    backward = (n for n, s in enumerate(draft.segments) if s.phase == "backward" and not s.recomputed and inside(s))
+    return next(backward, None)
+
+
+def _kept(draft: Draft, segment: Segment, dropped: dict[str, int], inputs: set[str]) -> Segment:
+    """A forward segment that keeps the module's inputs, where nothing else kept them, and not what is dropped."""
+    freed = sum(dropped.get(name, 0) for name in segment.operators)
+    read = (draft.graph.operator(name) for name in segment.operators if name in inputs)
+    extra = sum(output.bytes for operator in read if operator.activation_bytes == 0 for output in operator.outputs)
+    left = max(0.0, segment.activation_bytes - freed) if freed else segment.activation_bytes
+    return replace(segment, activation_bytes=left + extra)
+
+
+def _second_forward(path: str, inside: list[Operator]) -> Segment:
+    return Segment(
+        name=f"recompute.{path}",
+        phase="backward",
+        operators=tuple(operator.name for operator in inside),
+        flops=sum(operator.flops for operator in inside),
+        bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in inside),
+        activation_bytes=sum(operator.activation_bytes for operator in inside),
+        seconds=_total([operator.seconds for operator in inside]),
+        recomputed=True,
+    )

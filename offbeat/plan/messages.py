@@ -1,0 +1,125 @@
+"""Partitioner and synchroniser: variables → pieces → messages, and for each message the stages that carry it.
+
+Shards of one group number travel together as far as they can: same synchroniser, element type, owner, stations, ring,
+encoder and staleness. Sparse gradients and sufficient factors have a shape of their own and always travel alone.
+"""
+
+from functools import lru_cache
+from itertools import pairwise, product
+
+from offbeat.cluster import ClusterSpec
+from offbeat.plan.model import Draft, Message, Piece, Stage, TaskKind
+from offbeat.strategy import Shard, VariableConfig
+
+ALONE = ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast")
+"""Synchronisers whose messages hold one piece each."""
+
+
+def partition(draft: Draft) -> None:
+    """Cuts every variable that gets a gradient; operators go on reading the whole variable."""
+    for variable in draft.graph.gradient_order:
+        config = draft.strategy.config(variable.name)
+        for index, box in enumerate(boxes(variable.shape, config)):
+            draft.pieces.append((Piece(variable.name, box), config.shard(index)))
+
+
+def boxes(shape: tuple[int, ...], config: VariableConfig) -> list[tuple[tuple[int, int], ...]]:
+    """The box of each shard, in row-major order."""
+    if not config.partition:
+        return [tuple((0, length) for length in shape)]
+    ranges = []
+    for axis, (length, parts) in enumerate(zip(shape, config.partition, strict=True)):
+        given = list(pairwise((0, *config.cuts[axis], length))) if config.cuts else None
+        ranges.append(given or even_ranges(length, parts))
+    return list(product(*ranges))
+
+
+def even_ranges(length: int, parts: int) -> list[tuple[int, int]]:
+    """(start, stop) of each part, as torch.tensor_split: the first ones are one longer where the length does not
+    divide."""
+    edges = [part * (length // parts) + min(part, length % parts) for part in range(parts + 1)]
+    return list(pairwise(edges))
+
+
+def synchronise(draft: Draft) -> None:
+    """Merges pieces into messages in the order in which their gradients become ready, and gives each its stages."""
+    ready = {variable.name: position for position, variable in enumerate(draft.graph.gradient_order)}
+    merged: dict[object, list[tuple[Piece, Shard]]] = {}
+    for number, (piece, shard) in enumerate(draft.pieces):
+        dtype = draft.graph.variable(piece.variable).dtype
+        alone = shard.group is None or shard.synchronizer in ALONE
+        # Everything but the placement of replicated shards, which is all replicas whether written out or not.
+        signature = (shard.model_copy(update={"placement": (shard.owner,)}), dtype)
+        merged.setdefault(number if alone else signature, []).append((piece, shard))
+    parcels = sorted(merged.values(), key=lambda parcel: max(ready[piece.variable] for piece, _ in parcel))
+    stages_of = lru_cache(maxsize=None)(lambda shard: make_stages(shard, draft.replicas, draft.cluster))
+    for index, parcel in enumerate(parcels):
+        shard = parcel[0][1]
+        draft.messages.append(
+            Message(
+                index=index,
+                group=shard.group,
+                pieces=tuple(piece for piece, _ in parcel),
+                dtype=draft.graph.variable(parcel[0][0].variable).dtype,
+                synchronizer=shard.synchronizer,
+                owner=shard.owner,
+                stations=shard.stations,
+                reduction_order=shard.reduction_order,
+                encoder=shard.encoder,
+                staleness=shard.staleness,
+                asynchronous=shard.asynchronous,
+                gradient_bytes=0,
+                parameter_bytes=0,
+            )
+        )
+        draft.stages.append(stages_of(shard))
+
+
+def make_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
+    """The stages of a message that travels as the shard says."""
+    everyone = ((shard.reduction_order or replicas, None),)
+    applied = Stage("update", ((replicas, None),))
+    match shard.synchronizer:
+        case "all_reduce":
+            return Stage("all_gather" if shard.encoder.gathered else "all_reduce", everyone), applied
+        case "sparse_all_gather" | "factor_broadcast":
+            return Stage("all_gather", everyone), applied
+        case "sharded":
+            return Stage("reduce_scatter", everyone), applied, Stage("all_gather", everyone, returns=True)
+        case _:
+            return _server_stages(shard, replicas, cluster)
+
+
+def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
+    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way."""
+    owner = shard.owner
+    assert owner is not None
+    local = _station_groups(shard.stations, owner, replicas, cluster)
+    through = {rank: station for ranks, station in local for rank in ranks}
+    top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
+    summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
+    up: TaskKind = "reduce" if summed else "gather"
+    stages = [Stage(up, local)] if local else []
+    if len(top) > 1 or not local:
+        stages.append(Stage(up, ((top, owner),)))
+    stages.append(Stage("update", (((owner,), None),)))
+    if len(top) > 1 or not local:
+        stages.append(Stage("broadcast", ((top, owner),), returns=True))
+    if local:
+        stages.append(Stage("broadcast", local, returns=True))
+    return tuple(stages)
+
+
+def _station_groups(
+    stations: tuple[int, ...], owner: int, replicas: tuple[int, ...], cluster: ClusterSpec
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """(ranks, station) of each node with a station and more than one replica; the owner is its own node's station."""
+    on_node: dict[int, list[int]] = {}
+    for rank in replicas:
+        on_node.setdefault(cluster.node_of(rank), []).append(rank)
+    station_of = {cluster.node_of(station): station for station in stations}
+    if cluster.node_of(owner) in station_of:
+        station_of[cluster.node_of(owner)] = owner
+    return tuple(
+        (tuple(on_node[node]), station) for node, station in sorted(station_of.items()) if len(on_node[node]) > 1
+    )

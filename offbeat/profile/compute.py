@@ -1,0 +1,246 @@
+"""Traces → ModelGraph with measured seconds, and what a step costs beside it: updates, gaps, slower ranks.
+
+A step that accumulates gradients has several passes, whose mean is the graph's (`ModelGraph.passes`).
+
+Communication slows computing down (`Costs.interference`): a span that takes `base` seconds alone takes
+`base * (1 + factor * share)` if communication is under way for `share` of it. The factor is the slope of a span's
+relative duration over its share in different steps, pooled over all spans (`fit_interference`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.graph.model import Operator, Phase, Variable, update_operators
+from offbeat.profile.lines import Pass, RankTrace, Step
+from offbeat.profile.traces import backward_spans, forward_spans
+from offbeat.simulate.predict import busy_until
+from offbeat.timeline.observer import covered
+
+STRAGGLER = 0.03
+"""A rank that differs from the median by a larger share keeps a factor of its own."""
+LEAST_SPREAD = 0.02
+"""Least variance of the shares from which a factor is fitted."""
+LEAST_SECONDS = 2e-4
+"""Shorter spans are mostly noise."""
+MOST = 1.0
+_UNKNOWN: dict[str, Any] = {"kind": "other", "target": "module", "inputs": (), "outputs": ()}
+_UNKNOWN |= dict.fromkeys(("flops", "bytes_read", "bytes_written", "activation_bytes"), 0)
+"""Fields of an operator that hooks do not tell."""
+Spans = Callable[[Pass], Iterator[tuple[int, float, float]]]
+T = TypeVar("T")
+
+
+def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: int = 1) -> tuple[ModelGraph, float]:
+    """The graph that was run, and how much communication slows it down.
+
+    It has one forward operator per call of a module with parameters and one backward operator per gradient, with the
+    seconds each takes while nothing is sent. `parts` is the number of micro-batches per batch of the training loop.
+    """
+    first = traces[0]
+    calls = usual([tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes])
+    grads = usual([tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes])
+    passes = usual([len(step.passes) for step in first.steps])
+    # A pass that follows a synchronising one may have waited for it.
+    counted = 1 if synchronisations > 1 else passes
+    factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
+    shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
+    first_call: dict[str, int] = {}
+    for position, module in enumerate(calls):
+        first_call.setdefault(first.modules[module], position)
+    names = [first.gradients[parameter] for parameter in grads]
+    used_at = {name: _first_use(name, first_call) for name in names}
+    operators = [
+        _operator(f"forward.{i}", "forward", first.modules[m], forward[i] * parts, ()) for i, m in enumerate(calls)
+    ]
+    operators += [
+        _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i] * parts, (name,))
+        for i, name in enumerate(names)
+    ]
+    variables = [
+        Variable(
+            name=name,
+            shape=shapes[name][0],
+            dtype=shapes[name][1],
+            first_use=f"forward.{used_at[name]}" if calls else None,
+            gradient_from=f"backward.{position}",
+        )
+        # Where two backward passes follow one forward, the later one completes the gradient.
+        for name, position in {name: position for position, name in enumerate(names)}.items()
+    ]
+    variables.sort(key=lambda variable: used_at[variable.name])
+    graph = ModelGraph(
+        name=first.path.parent.name or "job",
+        operators=(*operators, *update_operators(variables, "SGD", 1)),
+        variables=tuple(variables),
+        source="hooks",
+        optimizer_slots=1,
+        passes=max(1, passes // parts),
+    )
+    return graph, factor
+
+
+def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
+    """The measured graph with the variables of another graph of the same model."""
+    seen = {variable.name: variable for variable in measured.variables}
+    known = {variable.name: variable for variable in base.variables}
+    variables = [
+        replace(known.get(name, variable), first_use=variable.first_use, gradient_from=variable.gradient_from)
+        for name, variable in seen.items()
+    ]
+    variables += [replace(v, first_use=None, gradient_from=None) for name, v in known.items() if name not in seen]
+    compute = tuple(operator for operator in measured.operators if operator.phase != "optimizer")
+    updates = update_operators(variables, base.optimizer, base.optimizer_slots)
+    return replace(
+        measured,
+        operators=compute + updates,
+        variables=tuple(variables),
+        constants=base.constants,
+        optimizer=base.optimizer,
+        optimizer_slots=base.optimizer_slots,
+    )
+
+
+def usual(values: Sequence[T]) -> T:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _alone(
+    traces: list[RankTrace], calls: tuple[int, ...], grads: tuple[int, ...], passes: int, counted: int
+) -> tuple[float, tuple[list[float], list[float]]]:
+    """The interference factor, and the seconds of each forward and backward span without it (medians over steps).
+
+    Steps that make these calls and gradients in so many passes count, with the first `counted` of their passes.
+    """
+    found = []
+    for spans, keys in ((forward_spans, calls), (backward_spans, grads)):
+        samples = [_shares(trace, spans, keys, passes) for trace in traces]
+        found.append([(s[:, :counted], share[:, :counted]) for s, share in samples if len(s)])
+    flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for phase in found for s, share in phase]
+    factor = fit_interference(flat)
+    seconds = []
+    for phase in found:
+        ranks = [(np.median(s, axis=0) / (1 + factor * share.mean(axis=0))).mean(axis=0) for s, share in phase]
+        if not ranks:
+            raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
+        seconds.append(list(np.median(np.array(ranks), axis=0)))
+    return factor, (seconds[0], seconds[1])
+
+
+def _shares(
+    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int = 1
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds, and share of communication, of each span: arrays (steps that made the wanted calls, passes, spans)."""
+    seconds, share = [], []
+    rows = [row for step in trace.steps for row in step.communication]
+    busy = busy_until(np.array([row.issued for row in rows]), np.array([row.finished for row in rows]))
+    for step in trace.steps:
+        found = [list(spans(part)) for part in step.passes]
+        if [tuple(key for key, _, _ in part) for part in found] != [wanted] * passes:
+            continue
+        start = np.array([[begin for _, begin, _ in part] for part in found])
+        end = np.array([[finish for _, _, finish in part] for part in found])
+        length = np.maximum(end - start, 1e-12)
+        seconds.append(end - start)
+        share.append((busy(end) - busy(start)) / length)
+    return np.array(seconds), np.array(share)
+
+
+def fit_interference(samples: list[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> float:
+    """The factor, from (seconds, shares) of all ranks; 0 where they do not show one."""
+    above, below, total, count = 0.0, 0.0, 0.0, 0
+    for seconds, shared in samples:
+        if len(seconds) < 3:
+            continue
+        usual = np.median(seconds, axis=0)
+        long = usual > LEAST_SECONDS
+        relative = np.clip(seconds[:, long] / usual[long], 0.0, 3.0)
+        share = shared[:, long]
+        moved = share - share.mean(axis=0)
+        above += float((moved * (relative - relative.mean(axis=0))).sum())
+        below += float((moved**2).sum())
+        total += float(share.sum())
+        count += share.size
+    if not count or below / count < LEAST_SPREAD:
+        return 0.0
+    slope = max(above / below, 0.0)
+    # The durations are relative to the one at the mean share, which already includes interference.
+    return min(slope / max(1 - slope * total / count, 0.1), MOST)
+
+
+def _first_use(variable: str, first_call: dict[str, int]) -> int:
+    """The first call of the module that owns the variable, or of the nearest enclosing module that is called."""
+    owner = variable.rpartition(".")[0]
+    while owner not in first_call and owner:
+        owner = owner.rpartition(".")[0]
+    return first_call.get(owner, 0)
+
+
+def _operator(name: str, phase: Phase, module: str, seconds: float, variables: tuple[str, ...]) -> Operator:
+    seconds = float(seconds)
+    return Operator(name=name, phase=phase, module=module, variables=variables, seconds=seconds, **_UNKNOWN)
+
+
+def _compute_spans(step: Step) -> list[tuple[float, float]]:
+    spans = (span for part in step.passes for span in (*forward_spans(part), *backward_spans(part)))
+    return [(start, end) for _, start, end in spans]
+
+
+def compute_scale(traces: list[RankTrace]) -> dict[int, float]:
+    seconds = {
+        trace.rank: median(sum(end - start for start, end in _compute_spans(step)) for step in trace.steps)
+        for trace in traces
+    }
+    usual = median(seconds.values())
+    return {rank: mine / usual for rank, mine in seconds.items() if usual and abs(mine / usual - 1) > STRAGGLER}
+
+
+def gap_seconds(traces: list[RankTrace]) -> float:
+    """Seconds of a step in which a rank neither computes nor waits nor updates."""
+    left = []
+    for trace in traces:
+        for step in trace.steps:
+            busy = [*_compute_spans(step), *((start, end) for _, _, start, end in step.local)]
+            left.append(step.seconds - covered([*busy, *_waits_behind_backward(trace, step)]))
+    return max(0.0, median(left))
+
+
+def _waits_behind_backward(trace: RankTrace, step: Step) -> list[tuple[float, float]]:
+    """Waits for collectives that no hook shows: DDP's inside backward, and those before another pass."""
+    waits = []
+    for part, following in pairwise(step.passes):
+        sent = [row.finished for row in step.communication if part.begin <= row.queued < following.begin]
+        reached = following.forward[0][1] if following.forward else following.begin
+        if sent:
+            waits.append((part.end, min(max(part.end, *sent), reached)))
+    last = step.passes[-1]
+    if trace.job != "offbeat" and trace.world > 1 and last.backward:
+        updates = [start for kind, _, start, _ in step.local if kind == "optimizer" and start >= last.end]
+        waits.append((last.end, updates[0] if updates else step.end))
+    return waits
+
+
+def update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, float]:
+    """Seconds per optimizer call and per byte updated."""
+    total = sum(variable.bytes for variable in graph.variables)
+    calls, seconds, shortest = [], [], []
+    for trace in traces:
+        for step in trace.steps:
+            spans = [end - start for kind, _, start, end in step.local if kind in ("optimizer", "update")]
+            calls.append(len(spans))
+            seconds.append(sum(spans))
+            # The shortest calls show what a call costs whatever it updates.
+            shortest.append(min((end - start for kind, _, start, end in step.local if kind == "update"), default=0.0))
+    count, spent = median(calls), median(seconds)
+    if not count or not total:
+        return 0.0, 0.0
+    per_call = median(shortest) if count > 1 else 0.0
+    return per_call, max(0.0, spent - per_call * count) / total

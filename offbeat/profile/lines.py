@@ -1,0 +1,308 @@
+"""Lines of JSON that a rank's recorder wrote → RankTrace: its steps, and in each the passes, waits and collectives."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from offbeat.errors import OffbeatError
+from offbeat.files import first_problem
+from offbeat.graph.model import ITEM_BYTES
+from offbeat.plan import Piece
+from offbeat.profile.plans import ANYWHERE, RecordedPlan
+from offbeat.strategy import Strategy
+from offbeat.timeline import Kind
+from offbeat.units import quote
+
+FORMAT = 2
+MOST_TASKS, MOST_TURNS = 2**20, 2**10
+"""Limits on the collectives of a plan, and on how often a step may issue each."""
+MAX_LINE_BYTES = 64 * 2**20
+MOST_RANKS = 16_384
+MOST_SECONDS = 1e10
+"""Three hundred years; no clock has run for longer."""
+
+Seconds = Annotated[float, Field(strict=True, gt=-MOST_SECONDS, lt=MOST_SECONDS)]
+Number = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Size = Annotated[int, Field(strict=True, ge=0, lt=2**60)]
+Tick = tuple[Number, Seconds, Seconds]
+"""(other rank, sent, answered) on rank 0; (own rank, received, received) elsewhere. See `Recorder._tick`."""
+
+
+class Collective(NamedTuple):
+    """One collective as one rank saw it; times on that rank's clock."""
+
+    task: Annotated[Number, Field(lt=MOST_TASKS)]
+    kind: str
+    name: str
+    bytes: Size
+    ranks: Number
+    queued: Seconds
+    issued: Seconds
+    finished: Seconds
+    turn: int = 0
+    """How many times the step had issued this task before: more than 0 where every backward pass synchronises."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and the backward that follows it; times on the rank's clock."""
+
+    begin: float
+    forward: tuple[tuple[int, float, float], ...]
+    """(module, reached, begun) for each module with parameters, in the order of the calls."""
+    forward_end: float
+    backward: tuple[tuple[int, float], ...]
+    """(parameter, complete) for each gradient, in order."""
+
+    @property
+    def end(self) -> float:
+        """When its last gradient was complete."""
+        return max(self.forward_end, self.backward[-1][1]) if self.backward else self.forward_end
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank; times on that rank's clock."""
+
+    number: int
+    begin: float
+    end: float
+    passes: tuple[Pass, ...]
+    """One, or several where the training loop accumulates gradients."""
+    local: tuple[tuple[Kind, tuple[int, ...], float, float], ...]
+    """Waits and updates: (kind, messages, start, end)."""
+    communication: tuple[Collective, ...]
+    plan: RecordedPlan | None = None
+    """The plan in force, in an Offbeat job."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@checked_dataclass(frozen=True, kw_only=True)
+class Header:
+    """The first line of a trace."""
+
+    rank: Number
+    world: Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
+    job: str
+    machine: str
+    backend: str = ""
+    modules: tuple[str, ...]
+    parameters: tuple[tuple[str, tuple[Size, ...], str], ...]
+    """Name, shape and type."""
+    gradients: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world:
+            raise ValueError(f"there is no rank {self.rank} among {self.world}")
+        dtypes = {name: dtype for name, _, dtype in self.parameters}
+        for name in self.gradients:
+            if name not in dtypes:
+                raise ValueError(f"the gradient {quote(name)} is of no parameter")
+            if dtypes[name] not in ITEM_BYTES:
+                raise ValueError(f"{quote(dtypes[name])} is not a type of a gradient's elements")
+        for name, shape, _ in self.parameters:
+            if len(shape) > 64 or math.prod(shape) >= 2**60:
+                raise ValueError(f"{quote(name)}: {quote(shape)} is not a tensor's shape")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace(Header):
+    """Everything one rank recorded."""
+
+    path: Path
+    steps: tuple[Step, ...]
+    ticks: tuple[tuple[Tick, ...], ...] = ()
+    """Messages exchanged with rank 0 to compare clocks, before and after the steps."""
+    notes: tuple[str, ...] = ()
+
+
+class _PlanLine(BaseModel):
+    """A plan; a line tells only the fields that have changed."""
+
+    strategy: dict[str, Any]
+    messages: tuple[tuple[tuple[str, tuple[tuple[Size, Size], ...]], ...], ...]
+    order: tuple[tuple[Number, Size], ...]
+
+
+class _StepLine(BaseModel):
+    """What a rank noted between two calls of `Recorder.step`."""
+
+    step: Number
+    begin: Seconds
+    end: Seconds
+    calls: list[tuple[Seconds, Seconds]]
+    forward: list[tuple[Number, Seconds, Seconds]]
+    backward: list[tuple[Number, Seconds]]
+    local: list[tuple[Kind, tuple[Number, ...], Seconds, Seconds]]
+    complete: StrictBool
+    updated: StrictBool
+    communication: list[Collective]
+    """What ended meanwhile; it may belong to an earlier step."""
+
+
+_HEADER = TypeAdapter(Header)
+_CLOCK = TypeAdapter(tuple[Tick, ...])
+_COLLECTIVES = TypeAdapter(list[Collective])
+
+
+def read_rank(path: Path) -> RankTrace:
+    """One rank's trace. A last line that was cut off by a crash is left out."""
+    return parse_rank(_lines(path), path)
+
+
+def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
+    """The lines of one rank's trace; `path` is what errors name."""
+    first = next(lines, None)
+    if not isinstance(first, dict) or first.get("offbeat_trace") != FORMAT:
+        raise OffbeatError(
+            f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': {FORMAT}"
+        )
+    notes: list[str] = []
+    try:
+        header = _HEADER.validate_python(first)
+        steps: list[tuple[_StepLine, RecordedPlan | None]] = []
+        rows: list[Collective] = []
+        ticks: list[tuple[Tick, ...]] = []
+        plans: list[RecordedPlan] = []
+        told: dict[str, Any] = {}
+        for line in lines:
+            match line:
+                case None:
+                    notes.append(f"{path}: the last line is cut off; its step is left out")
+                    break
+                case {"clock": clock}:
+                    ticks.append(_CLOCK.validate_python(clock))
+                case {"plan": dict(changed)}:
+                    told |= changed
+                    plan = _plan(_PlanLine.model_validate(told), path)
+                    plans.append(next((known for known in plans if known == plan), plan))
+                case {"late": late}:
+                    rows += _COLLECTIVES.validate_python(late)
+                case _:
+                    steps.append((_StepLine.model_validate(line), plans[-1] if plans else None))
+                    rows += steps[-1][0].communication
+        return RankTrace(
+            path=path,
+            **vars(header),
+            # A collective of one rank sends nothing.
+            steps=_steps(_joined(steps), [row for row in rows if row.ranks > 1], header),
+            # Drift shows only between the two ends of a recording.
+            ticks=tuple(ticks) if len(ticks) == 2 else (),
+            notes=tuple(notes),
+        )
+    except OffbeatError:
+        raise
+    except ValueError as error:
+        said = first_problem(error) if isinstance(error, ValidationError) else error
+        raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: {said}") from None
+
+
+def _plan(line: _PlanLine, path: Path) -> RecordedPlan:
+    if any(message >= len(line.messages) for message, _ in line.order):
+        raise ValueError("a plan's order names a message that it does not have")
+    strategy = Strategy.from_json(orjson.dumps(line.strategy), str(path)).model_copy(update=ANYWHERE)
+    messages = tuple(tuple(Piece(*piece) for piece in pieces) for pieces in line.messages)
+    return RecordedPlan(strategy, messages, line.order)
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """The parsed lines; None stands for a last one that was cut off."""
+    try:
+        with path.open("rb") as stream:
+            while raw := stream.readline(MAX_LINE_BYTES):
+                try:
+                    yield orjson.loads(raw)
+                except orjson.JSONDecodeError as error:
+                    if not raw.endswith(b"\n") and len(raw) < MAX_LINE_BYTES:
+                        yield None
+                        return
+                    raise OffbeatError(f"{path}: not a trace: {error}") from None
+    except OSError as error:
+        raise OffbeatError(f"{path}: cannot read the trace: {error.strerror}") from None
+
+
+def _joined(lines: list[tuple[_StepLine, RecordedPlan | None]]) -> Iterator[tuple[_StepLine, RecordedPlan | None]]:
+    """The complete optimizer steps: lines without one belong to the next step.
+
+    In a job without a torch optimizer, each line is a step.
+    """
+    optimized = any(line.updated for line, _ in lines)
+    waiting: list[_StepLine] = []
+    for line, plan in lines:
+        waiting.append(line)
+        if line.updated or not optimized:
+            if all(each.complete for each in waiting):
+                parts = {
+                    name: [row for each in waiting for row in getattr(each, name)]
+                    for name in ("calls", "forward", "backward", "local")
+                }
+                yield line.model_copy(update={**parts, "begin": waiting[0].begin}), plan
+            waiting = []
+
+
+def _steps(
+    lines: Iterator[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
+) -> tuple[Step, ...]:
+    collectives.sort(key=lambda collective: collective.queued)
+    queued = np.array([collective.queued for collective in collectives])
+    steps: list[Step] = []
+    for line, plan in lines:
+        if line.end < line.begin:
+            raise ValueError(f"step {line.step} ends at {line.end} before it begins at {line.begin}")
+        if steps and line.step <= steps[-1].number:
+            raise ValueError(f"step {line.step} comes after step {steps[-1].number}")
+        for rows, names in ((line.forward, header.modules), (line.backward, header.gradients)):
+            if any(row[0] >= len(names) for row in rows):
+                raise ValueError(f"step {line.step} names a module or a gradient that the job does not have")
+        own = collectives[slice(*np.searchsorted(queued, (line.begin, line.end)))]
+        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), _numbered(own), plan))
+    return tuple(steps)
+
+
+def _passes(line: _StepLine) -> tuple[Pass, ...]:
+    """A forward begins a new pass if a gradient has been completed since the last pass began."""
+    calls = sorted(line.calls)
+    complete = sorted(at for _, at in line.backward)
+    starts = [calls[0][0] if calls else line.begin]
+    for start, _ in calls[1:]:
+        if bisect_right(complete, starts[-1]) < bisect_right(complete, start):
+            starts.append(start)
+
+    def begun(at: float) -> int:
+        return max(0, bisect_right(starts, at) - 1)
+
+    def ended(at: float) -> int:
+        return max(0, bisect_left(starts, at) - 1)
+
+    return tuple(
+        Pass(
+            begin=start,
+            forward=tuple(row for row in line.forward if begun(row[1]) == number),
+            forward_end=max((end for at, end in calls if begun(at) == number), default=start),
+            backward=tuple(row for row in line.backward if ended(row[1]) == number),
+        )
+        for number, start in enumerate(starts)
+    )
+
+
+def _numbered(collectives: list[Collective]) -> tuple[Collective, ...]:
+    """The collectives of a step, each with how often it was issued before."""
+    turns: defaultdict[int, count[int]] = defaultdict(count)
+    numbered = tuple(row._replace(turn=next(turns[row.task])) for row in collectives)
+    for row in numbered:
+        if row.turn >= MOST_TURNS:
+            raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
+    return numbered

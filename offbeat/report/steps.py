@@ -1,0 +1,99 @@
+"""Timeline → its steps: the spans under way in some of them, and the parts that a step consists of."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.timeline import Timeline
+from offbeat.timeline.diagnosis import Diagnosis, RankTime
+
+PARTS = {
+    "compute": "compute",
+    "exposed": "exposed communication",
+    "waiting": "waiting for other ranks",
+    "idle": "idle",
+}
+"""What each moment of a step is, and its label; the parts add up to the step."""
+
+
+class Steps:
+    """The steps of a timeline with marks."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.by_start = np.argsort(timeline.start, kind="stable")
+        self.starts = timeline.start[self.by_start]
+        self.reach = np.maximum.accumulate(timeline.end[self.by_start]) if len(timeline) else self.starts
+        self.bounds = step_windows(timeline)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def positions(self, first: int, last: int) -> NDArray[np.int64]:
+        """Positions of the spans under way from the beginning of step `first` to the end of step `last`, in order."""
+        return np.sort(self.by_start[self._range(first, last)])
+
+    def part(self, first: int, last: int) -> Timeline | None:
+        """A timeline of these steps alone; None if a rank has no span in them, so that its marks cannot be told."""
+        part = self.timeline.select(self.positions(first, last))
+        part = replace(part, critical=None, marks=self.timeline.marks[:, first : last + 2], notes=())
+        return part if part.marked_ranks == self.timeline.marked_ranks else None
+
+    def last(self, most_spans: int) -> Timeline | None:
+        """A timeline of as many last steps as have at most `most_spans` spans; None if the last alone has more."""
+        first = last = len(self) - 1
+        while first >= 0:
+            chosen = self._range(first, last)
+            if chosen.stop - chosen.start > most_spans:
+                break
+            first -= 1
+        return None if first == last else self.part(first + 1, last)
+
+    def _range(self, first: int, last: int) -> slice:
+        """Range in order of start; it may include spans that end before the step begins but follow a longer one."""
+        low = int(np.searchsorted(self.reach, self.bounds[first][0], side="right"))
+        return slice(low, max(low, int(np.searchsorted(self.starts, self.bounds[last][1], side="left"))))
+
+
+def step_windows(timeline: Timeline) -> list[tuple[float, float]]:
+    """When each step begins on the first rank and ends on the last, in seconds; empty without marks."""
+    marks = timeline.marks
+    if marks.ndim != 2 or marks.shape[0] == 0 or marks.shape[1] < 2:
+        return []
+    return list(zip(marks[:, :-1].min(axis=0).tolist(), marks[:, 1:].max(axis=0).tolist(), strict=True))
+
+
+def with_marks(timeline: Timeline) -> Timeline:
+    """The timeline, as one step if it has no marks."""
+    if step_windows(timeline) or not len(timeline):
+        return timeline
+    first = [timeline.start[timeline.rank == rank].min() for rank in timeline.ranks]
+    last = [timeline.end[timeline.rank == rank].max() for rank in timeline.ranks]
+    note = "the trace does not tell where steps begin, so all of it counts as one step"
+    return replace(timeline, marks=np.column_stack([first, last]), notes=(*timeline.notes, note))
+
+
+def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
+    """Seconds of each part of a step: the mean over ranks and steps."""
+    return {key: diagnosis.mean(f"{key}_seconds") for key in PARTS}
+
+
+def rank_parts(rank: RankTime) -> dict[str, float]:
+    """Seconds of each part of a step on one rank."""
+    return {key: getattr(rank, f"{key}_seconds") for key in PARTS}
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs[:3])
+    left = sum(last - first + 1 for first, last in runs[3:])
+    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"rank{'' if alone else 's'} {shown}" + (f" and {left} more" if left else "")

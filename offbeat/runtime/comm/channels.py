@@ -1,0 +1,64 @@
+"""A plan → the channels that one rank needs for its part of it.
+
+Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts
+its collectives in the order in which they are put in; every rank puts them in in the plan's order.
+"""
+
+from datetime import timedelta
+
+from offbeat.plan import Plan
+from offbeat.runtime.comm.protocol import Channel, World
+
+Key = tuple[str, tuple[int, ...], int]
+"""What a channel is for, its ranks, and how many of its collectives may be under way."""
+
+
+class Channels:
+    """The channels one rank needs for its part of a plan."""
+
+    def __init__(self, plan: Plan, world: World, timeout: timedelta, opened: dict[Key, Channel]) -> None:
+        """`opened` are those of earlier plans, which are used again, and gets those of this one. A process group that
+        is closed leaves some of its memory behind, and opening one takes longer than a small step."""
+        assert plan.rank is not None
+        self.world = world
+        self.opened = opened
+        self.in_flight = plan.strategy.schedule.in_flight
+        everyone = tuple(plan.replicas)
+        generation = world.next_generation()
+        # All ranks open theirs in one global order, so that no two wait for each other.
+        for key in sorted(_wanted(plan) - opened.keys()):
+            way, ranks, in_flight = key
+            name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
+            opened[key] = world.open_channel(name, ranks, in_flight, timeout)
+        self.control = opened["control", everyone, self.in_flight]
+        self.direct = opened.get(("direct", everyone, self.in_flight))
+
+    def up(self, ranks: tuple[int, ...]) -> Channel:
+        """For gradients on their way to who applies them."""
+        return self.opened["up", ranks, self.in_flight]
+
+    def back(self, ranks: tuple[int, ...]) -> Channel:
+        """For parameters on their way back."""
+        return self.opened["back", ranks, self.in_flight]
+
+    def leave(self) -> None:
+        """The plan is over. Its channels stay open for others, but for the servers' own: their threads end with it."""
+        for key in [key for key in self.opened if key[0] == "direct"]:
+            self.opened.pop(key).close()
+
+    def close(self, deadline: float | None = None) -> None:
+        """Leaves every channel; see `Channel.close`."""
+        while self.opened:
+            self.opened.popitem()[1].close(deadline)
+
+
+def _wanted(plan: Plan) -> set[Key]:
+    everyone, in_flight = tuple(plan.replicas), plan.strategy.schedule.in_flight
+    wanted = {("control", everyone, in_flight)}
+    for task in plan.communication:
+        if len(task.ranks) > 1:
+            returns = task.delivers and not plan.messages[task.message].replicated
+            wanted.add(("back" if returns else "up", task.ranks, in_flight))
+    if any(message.asynchronous for message in plan.messages) and len(everyone) > 1:
+        wanted.add(("direct", everyone, in_flight))
+    return wanted

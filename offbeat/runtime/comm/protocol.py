@@ -1,0 +1,109 @@
+"""What the runtime asks of the job it runs in: its ranks, a store, and channels among them.
+
+`torch_world` and `torch_channel` implement it on torch's process groups. Unit tests have an implementation in memory,
+with a thread per rank.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+
+class CommunicationFailed(RuntimeError):
+    """A collective failed. `lost_ranks` finds the ranks that caused it; it may take seconds."""
+
+    def __init__(self, cause: str, lost_ranks: Callable[[], list[int]]) -> None:
+        super().__init__(cause)
+        self.lost_ranks = lost_ranks
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Blocks the host (CPU) or the current stream (GPU) until it has ended; CommunicationFailed if it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+
+    def report_end(self, report: Callable[[float], None]) -> None:
+        """Calls `report` with the time (`time.perf_counter`) at which it ends, from any thread."""
+
+
+class Channel(Protocol):
+    """A queue of collectives among some ranks, whose members are numbered in ring order.
+
+    Every member puts the same collectives in, in the same order, and must leave their tensors alone until it has waited
+    for them. Roots, sources and destinations are ranks of the job.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    """This rank's place among them."""
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """`tensor` becomes the sum of every rank's."""
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Work:
+        """The root's tensor becomes the sum of every rank's; what the others' become is undefined."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Every rank's tensor becomes the root's."""
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` receives every rank's tensor, in ring order."""
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Work:
+        """The root receives every rank's tensor; `outputs` is empty elsewhere."""
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` receives the sum of this rank's equal part of every rank's tensor."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        """Sends to one rank and returns once it has received; messages with the same tag arrive in order."""
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Waits for a message from one rank."""
+
+    def close(self, deadline: float | None = None) -> None:
+        """Leaves the channel once everything under way has ended; the others' collectives with it fail from then on.
+
+        What is still under way at `deadline` (time.monotonic) is broken off, and so fails on all ranks.
+        """
+
+
+class World(Protocol):
+    """The job as one of its ranks sees it."""
+
+    rank: int
+    size: int
+
+    def set(self, key: str, value: bytes) -> None:
+        """Puts a value into the job's store."""
+
+    def get(self, key: str) -> bytes:
+        """A value of the job's store; waits until some rank has set it."""
+
+    def next_generation(self) -> int:
+        """A number that this rank has not had before, for the keys and channels of one plan.
+
+        Every rank of the job asks for it at the same points, and so gets the same.
+        """
+
+    def open_channel(self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta) -> Channel:
+        """A channel among `ranks`, all of which must open it; `name` differs from that of every other channel."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Every rank's tensor becomes the root's."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks that caused the failure seen here; none if that cannot be told."""
+
+    def watch(self, ranks: Iterable[int]) -> None:
+        """Prepares to tell which of these ranks is lost when a collective fails; every one of them must call it."""

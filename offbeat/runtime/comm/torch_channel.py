@@ -1,0 +1,235 @@
+"""Channels on torch's process groups: gloo and NCCL.
+
+Gloo's own ways of some collectives send more than needed; `TorchChannel` composes them of others.
+"""
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.cost.measured import Costs
+from offbeat.runtime.comm.connections import OpenSocket, shut_down
+from offbeat.runtime.comm.protocol import CommunicationFailed
+from offbeat.torch_private import all_gather_flat, reduce_scatter_flat
+
+GLOO_SEGMENT_BYTES = 2**20
+"""Of gloo's ring reduce. With more than two segments for each rank it passes nearly the whole tensor around the ring
+where all but a rank's share of it would do: at two ranks half as long again."""
+STRAIGHT_RANKS = range(2, 9)
+"""With so many ranks gloo's reduces and broadcasts go straight to and from the root: its own ring and tree lead through
+everybody's links, slow ones too, in both directions. With more, the root would hold too many gradients until they are
+summed."""
+BREAK_OFF_SECONDS = 2.0
+"""How long collectives may take to fail once their connections are gone."""
+SIGNAL_SECONDS = timedelta(seconds=1)
+"""How long a wait may keep Python from handling a signal, such as Ctrl-C."""
+
+
+def goes_straight(backend: str, ranks: int) -> bool:
+    """Whether reduces and broadcasts among so many ranks use no link but the root's and each other's own."""
+    return backend == "gloo" and ranks in STRAIGHT_RANKS
+
+
+def known_costs(backend: str, ranks: int) -> Costs:
+    """What is known of a job's costs before anything is measured: the ways that its messages and updates take."""
+    # Gloo's jobs compute on processors.
+    return Costs(straight=goes_straight(backend, ranks), portions=backend == "gloo")
+
+
+class TorchChannel:
+    """One process group, whose members are numbered in ring order."""
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: tuple[int, ...],
+        me: int,
+        lost_ranks: Callable[[], list[int]],
+        connections: frozenset[OpenSocket] = frozenset(),
+    ) -> None:
+        """`connections` are the group's sockets, by which collectives under way can be broken off."""
+        self.group = group
+        self.connections = connections
+        self.under_way: deque[Any] = deque()
+        """The backend's works from the oldest on that has not ended; nobody else may know of them any more."""
+        self.lock = threading.Lock()
+        self.ranks = ranks
+        self.index = ranks.index(me)
+        self.size = len(ranks)
+        self.gloo = group.name() == "gloo"
+        self.straight = goes_straight(group.name(), self.size)
+        self.lost_ranks = lost_ranks
+
+    def all_reduce(self, tensor: torch.Tensor) -> "TorchWork":
+        with self.errors():
+            return TorchWork(self, [self.group.allreduce([_real(tensor)])])
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> "TorchWork":
+        tensor = _real(tensor)
+        options = dist.ReduceOptions()
+        options.rootRank = self.ranks.index(root)
+        with self.errors():
+            if not self.gloo:
+                return TorchWork(self, [self.group.reduce([tensor], options)])
+            if self.straight:
+                return self._gather_and_sum(tensor.view(-1), root)
+            most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
+            return TorchWork(self, [self.group.reduce([piece], options) for piece in tensor.view(-1).split(most)])
+
+    def _gather_and_sum(self, tensor: torch.Tensor, root: int) -> "TorchWork":
+        """Reduce for gloo: every rank sends its tensor to the root once, where a ring passes sums through all links."""
+        if self.ranks[self.index] != root:
+            return self.gather([], tensor, root)
+        parts = tensor.new_empty(self.size, tensor.numel())
+        work = self.gather(list(parts), tensor, root)
+        work.finish = lambda: torch.sum(parts, dim=0, out=tensor)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> "TorchWork":
+        tensor = _real(tensor)
+        with self.errors():
+            if self.straight:
+                scattered = dist.ScatterOptions()
+                scattered.rootRank = self.ranks.index(root)
+                inputs = [[tensor] * self.size] if scattered.rootRank == self.index else []
+                return TorchWork(self, [self.group.scatter([tensor], inputs, scattered)])
+            options = dist.BroadcastOptions()
+            options.rootRank = self.ranks.index(root)
+            options.rootTensor = 0
+            return TorchWork(self, [self.group.broadcast([tensor], options)])
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
+        with self.errors():
+            return TorchWork(self, [all_gather_flat(self.group, _real(output), _real(tensor))])
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> "TorchWork":
+        with self.errors():
+            if not self.gloo:
+                # NCCL has no gather of its own; its all-gather keeps the ring's timing and the result.
+                received = outputs or [torch.empty_like(tensor) for _ in self.ranks]
+                return TorchWork(self, [self.group.allgather([received], [tensor])])
+            options = dist.GatherOptions()
+            options.rootRank = self.ranks.index(root)
+            return TorchWork(self, [self.group.gather([outputs] if outputs else [], [tensor], options)])
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
+        output, tensor = _real(output), _real(tensor)
+        with self.errors():
+            if not self.gloo:
+                return TorchWork(self, [reduce_scatter_flat(self.group, output, tensor)])
+            # Gloo's own sends a full all-reduce, an all-to-all sends each part once.
+            parts = torch.empty_like(tensor).view(self.size, -1)
+            exchanged = self.group.alltoall_base(parts.view(-1), tensor, [], [])
+            return TorchWork(self, [exchanged], lambda: torch.sum(parts, dim=0, out=output.view(-1)))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        self._exchange(lambda group: group.send([tensor], self.ranks.index(to), tag))
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        self._exchange(lambda group: group.recv([tensor], self.ranks.index(source), tag))
+
+    def _exchange(self, start: Callable[[Any], Any]) -> None:
+        group = self.group
+        if group is None:
+            raise CommunicationFailed("the channel is closed", self.lost_ranks)
+        with self.errors():
+            work = start(group)
+            del group
+            self.keep([work])
+            work.wait()
+
+    def keep(self, works: Sequence[Any]) -> None:
+        """Remembers works until they have ended."""
+        with self.lock:
+            while self.under_way and self.under_way[0].is_completed():
+                self.under_way.popleft()
+            self.under_way.extend(works)
+
+    def close(self, deadline: float | None = None) -> None:
+        """Ends the group's threads and connections, which takes the last reference to it, not only its shutdown."""
+        group, self.group = self.group, None
+        if group is None:
+            return
+        if deadline is not None and not self._ended(deadline):
+            shut_down(self.connections)
+            if not self.gloo:
+                group.abort()
+            if not self._ended(time.monotonic() + BREAK_OFF_SECONDS):
+                # To delete it would wait for the other ranks, so it must outlive the interpreter.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                return
+        self.under_way.clear()
+        group.shutdown()
+
+    def _ended(self, deadline: float) -> bool:
+        """Whether everything under way ends, or fails, before `deadline` (time.monotonic)."""
+        while not all(work.is_completed() for work in list(self.under_way)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    @contextmanager
+    def errors(self) -> Generator[None, None, None]:
+        """Turns the backend's errors into CommunicationFailed."""
+        try:
+            yield
+        except CommunicationFailed:
+            raise
+        except RuntimeError as error:
+            raise CommunicationFailed(str(error), self.lost_ranks) from error
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: not every collective takes complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class TorchWork:
+    """One or several works of the backend that make one collective, and what is computed here when they have ended."""
+
+    __slots__ = ("channel", "finish", "works")
+
+    def __init__(self, channel: TorchChannel, works: Sequence[Any], finish: Callable[[], object] | None = None) -> None:
+        self.channel = channel
+        self.works = works
+        self.finish = finish
+        channel.keep(works)
+
+    def wait(self) -> None:
+        with self.channel.errors():
+            for work in self.works:
+                if self.channel.gloo:
+                    _wait(work)
+                else:
+                    work.wait()
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def report_end(self, report: Callable[[float], None]) -> None:
+        self.works[-1].get_future().add_done_callback(lambda _: report(time.perf_counter()))
+
+
+def _wait(work: Any) -> None:
+    """Blocks until a work of gloo's has ended, but lets Python handle signals meanwhile."""
+    while True:
+        try:
+            work.wait(SIGNAL_SECONDS)
+        except RuntimeError:
+            if not work.is_completed():
+                continue
+            # It may have ended since its wait ran out; this says how.
+            work.wait()
+        return

@@ -1,0 +1,107 @@
+"""A process group of torch.distributed → the World of a job."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.runtime.comm.connections import open_sockets
+from offbeat.runtime.comm.liveness import Liveness
+from offbeat.runtime.comm.protocol import CommunicationFailed
+from offbeat.runtime.comm.torch_channel import TorchChannel
+from offbeat.torch_private import backend_of, default_group, default_store, open_group
+
+_generations: dict[str, Iterator[int]] = defaultdict(lambda: count(1))
+"""Of the process, not of a World: a process group made again may meet at the same store. By the group's name."""
+
+LONGEST_POLL_SECONDS = 0.05
+"""Between two questions whether a key has been set."""
+
+
+class TorchWorld:
+    """The ranks of a process group, numbered as the group numbers them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.job = default_store()
+        whole = group is default_group()
+        self.name = "" if whole else f"offbeat/{group.group_name}/{'.'.join(map(str, self.global_ranks()))}"
+        self.store = self.job if whole else dist.PrefixStore(self.name, self.job)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.backend = dist.get_backend(group)
+        self.liveness: Liveness | None = None
+
+    def global_ranks(self) -> list[int]:
+        """The numbers of these ranks in the default process group."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this job's collectives must lie."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        began = time.monotonic()
+        patience = self.store.timeout.total_seconds()
+        try:
+            # The store's own waiting does not hear Ctrl-C.
+            while not self.store.check([key]):
+                waited = time.monotonic() - began
+                if waited > patience:
+                    raise dist.DistStoreError(f"nobody has set {key} for {patience:.0f} s")
+                time.sleep(min(LONGEST_POLL_SECONDS, 5e-4 + waited / 10))
+            return self.store.get(key)
+        except dist.DistError as error:
+            raise CommunicationFailed(str(error), self.lost_ranks) from error
+
+    def next_generation(self) -> int:
+        return next(_generations[self.name])
+
+    def open_channel(self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta) -> TorchChannel:
+        store = dist.PrefixStore(name, self.store)
+        before = open_sockets()
+        group = open_group(self.backend, store, ranks.index(self.rank), len(ranks), in_flight, timeout)
+        return TorchChannel(group, ranks, self.rank, self.lost_ranks, open_sockets() - before)
+
+    def default_channel(self) -> TorchChannel:
+        """The process group itself, which stays open."""
+        everyone = tuple(range(self.size))
+        return TorchChannel(backend_of(self.group, self.device), everyone, self.rank, self.lost_ranks)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, root), group=self.group)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def watch(self, ranks: Iterable[int]) -> None:
+        if self.liveness is None:
+            self.liveness = Liveness(self)
+        self.liveness.find(ranks)
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks that caused the failure seen here; none if that cannot be told."""
+        return self.liveness.blame() if self.liveness is not None and self.liveness.addresses else []
+
+
+_worlds: dict[dist.ProcessGroup, TorchWorld] = {}
+"""One port serves every distribute() of a group."""
+
+
+def torch_world(group: dist.ProcessGroup | None = None) -> TorchWorld:
+    """The World of a process group, by default of the whole job, the same for every plan."""
+    group = group or default_group()
+    if group not in _worlds or _worlds[group].job is not default_store():
+        _worlds[group] = TorchWorld(group)
+    return _worlds[group]

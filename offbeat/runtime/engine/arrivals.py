@@ -1,0 +1,103 @@
+"""Autograd's hooks → which gradients of a backward pass are complete, and when the pass has ended.
+
+A parameter's hook is called each time autograd has added to its gradient: once in a pass, or several times where a
+checkpoint of the reentrant kind runs passes inside the pass. The first pass only counts; later ones take a gradient for
+complete after as many calls.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.errors import StrategyError
+from offbeat.torch_private import after_backward
+
+if TYPE_CHECKING:
+    from offbeat.runtime.engine.engine import Engine
+
+
+class Arrivals:
+    """Listens to the parameters that a plan synchronises."""
+
+    def __init__(
+        self, planned: dict[str, torch.nn.Parameter], others: dict[str, torch.nn.Parameter], engine: "Engine"
+    ) -> None:
+        """The engine is told of `planned` parameters' gradients; `others` must not get one."""
+        self.engine = engine
+        self.synchronise = True
+        """Off inside no_sync()."""
+        self.under_way = False
+        self.expected: Counter[str] | None = None
+        """Calls of each parameter's hook in a pass; None until a pass has been counted."""
+        self.calls: Counter[str] = Counter()
+        self.complete: set[str] = set()
+        """Parameters whose gradient has been reported as complete in this pass."""
+        self.outer = False
+        """The end of the outermost pass will be reported."""
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(partial(hook, name))
+            for hook, parameters in ((self._arrived, planned), (_refuse, others))
+            for name, parameter in parameters.items()
+        ]
+
+    def expect_end(self) -> None:
+        """Called in the outermost pass before any other: the model's outputs have got their gradients."""
+        if self.synchronise and not self.under_way and not self.outer:
+            self.outer = True
+            after_backward(self._end)
+
+    def recover(self) -> None:
+        """Ends a pass that an error has cut short; called outside of any pass."""
+        if self.under_way or self.outer:
+            self._end()
+
+    def _arrived(self, name: str, _: torch.Tensor) -> None:
+        if not self.synchronise:
+            return
+        if not self.under_way:
+            self._begin()
+        self.calls[name] += 1
+        if self.expected is None:
+            return
+        if name in self.complete:
+            raise StrategyError(
+                f"parameter {name!r} got a further gradient after it had been sent: a checkpointed module that is "
+                f"used more often in some steps needs use_reentrant=False"
+            )
+        if self.calls[name] >= self.expected[name]:
+            self.complete.add(name)
+            self.engine.gradient_complete(name)
+
+    def _begin(self) -> None:
+        self.under_way = True
+        self.calls.clear()
+        self.complete.clear()
+        if not self.outer:
+            after_backward(self._end)
+        self.engine.backward_begins()
+
+    def _end(self) -> None:
+        self.outer = False
+        if not self.under_way:
+            return
+        self.under_way = False
+        if self.expected is None:
+            self.expected = Counter(self.calls)
+        else:
+            # What an earlier pass did not reach is known from now on.
+            self.expected.update({name: n for name, n in self.calls.items() if not self.expected[name]})
+        self.engine.backward_ends()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def _refuse(name: str, _: torch.Tensor) -> None:
+    raise StrategyError(
+        f"parameter {name!r} gets a gradient, which it did not get in the step that was captured; give distribute() "
+        f"example_inputs that use it, or none"
+    )

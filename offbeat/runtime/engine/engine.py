@@ -1,0 +1,315 @@
+"""Plan → synchronous training: gradients go out as they become ready, updates come in before they are needed.
+
+Autograd tells the engine when each gradient is complete. A message whose gradients are all complete is loaded, and
+tasks start in the program's order as far as it is loaded; the order is the same on every rank, so nothing is
+negotiated. No thread of the engine's own takes part: the backend's queue runs the collectives while autograd goes on.
+
+In *barrier* mode `backward()` returns when all gradients are averaged, as with DDP. In *deferred* mode the optimizer's
+`step()` returns at once; each module's next forward waits for its own variables and applies their update (PACE's
+overlap into the next iteration). Both are the same synchronous SGD. A loop that looks at gradients between `backward()`
+and `step()` (clipping, a gradient scaler) sees the averaged ones and moves the engine to barrier mode.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.plan import Plan, Task
+from offbeat.runtime.comm import Channels
+from offbeat.runtime.engine.arrivals import Arrivals
+from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.gradients import Gradients
+from offbeat.runtime.engine.owners import Owners
+from offbeat.runtime.engine.phases import Phase
+from offbeat.runtime.engine.reports import Reports
+from offbeat.runtime.engine.unused import UnusedParameters
+from offbeat.runtime.engine.updates import Updates
+from offbeat.runtime.faults import explain
+from offbeat.runtime.lazy import AliasCheck, unwatch, watch
+from offbeat.runtime.lifetime import script_failed
+from offbeat.runtime.sync import AsyncServer, Synchroniser
+
+log = logging.getLogger("offbeat")
+
+Mode = Literal["deferred", "barrier"]
+
+
+class Engine:
+    """Runs one rank's part of a plan on a model and its optimizer."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        synchronisers: list[Synchroniser],
+        parameters: dict[str, torch.nn.Parameter],
+        optimizer: Optimizer,
+        optimizer_class: type[Optimizer],
+        channels: Channels,
+        mode: Mode,
+        find_unused: bool | None,
+        aliases: AliasCheck,
+    ) -> None:
+        self.synchronisers = synchronisers
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.optimizer_class = optimizer_class
+        self.channels = channels
+        self.wanted_mode: Mode = mode
+        self.mode: Mode = "barrier"
+        self.bound_by_loop = False
+        """The training loop has shown that it needs a barrier, whatever the plan."""
+        self.outdated = False
+        """The model or the optimizer has changed, so that the plan no longer fits."""
+        self.steps = 0
+        self.ready_seconds: list[float] = [0.0] * len(synchronisers)
+        """When each message was last complete, after the start of backward."""
+        self.step_hooks: list[Callable[[], None]] = []
+        self.backward_hooks: list[Callable[[], None]] = []
+        self.reports = Reports()
+        device = next(iter(parameters.values())).device
+        described = plan.program.components
+        self.components = [Component(each, synchronisers, optimizer, optimizer_class) for each in described]
+        self.owners = Owners(plan, synchronisers, optimizer, optimizer_class, self.reports, aliases.held)
+        unused = UnusedParameters(list(parameters), channels.control, device, find_unused)
+        self.gradients = Gradients(plan, synchronisers, parameters, self.components, self.owners, unused)
+        self.updates = Updates(
+            plan, self.components, self.gradients, self.owners, optimizer, optimizer_class, self.reports, aliases
+        )
+        self.all_replicated = plan.program.replicated
+        self.follow(plan)
+        planned = {name: parameters[name] for name in plan.program.carriers}
+        others = {name: parameter for name, parameter in parameters.items() if name not in planned}
+        self.arrivals = Arrivals(planned, others, self)
+        self.watched: list[torch.nn.Parameter] = []
+        self.server: AsyncServer | None = None
+        """This rank's side of asynchronous messages, where there are any."""
+        if channels.direct is not None:
+            self.server = AsyncServer(channels.direct, synchronisers, self._update_alone)
+
+    def _update_alone(self, message: int) -> None:
+        """Applies what lies in an asynchronous message's inbox; runs in the server's threads."""
+        optimizer = self.owners.optimizers.get(message)
+        if optimizer is not None:
+            optimizer.refresh()
+            optimizer.take_gradients({}, frozenset())
+            optimizer.step()
+
+    def follow(self, plan: Plan) -> None:
+        """Issues gradients in this plan's order from the next backward pass on; all else must be as before."""
+        self.plan = self.gradients.plan = self.owners.plan = plan
+        self.order: tuple[Task, ...] = plan.program.order
+        self.updates.follow(plan)
+
+    # Backward
+
+    def backward_begins(self) -> None:
+        """Called at the first gradient of a pass."""
+        self.began = time.perf_counter()
+        self.updates.settle_all()
+        self.gradients.backward_begins()
+        self.owners.backward_begins()
+        self.head = 0
+        self.missing = list(self.plan.program.awaited)
+        self.loaded = [False] * len(self.synchronisers)
+
+    def gradient_complete(self, name: str) -> None:
+        """A gradient will not change any more: messages that have waited for it last can go."""
+        for index in self.plan.program.carriers[name]:
+            self.missing[index] -= 1
+            if not self.missing[index]:
+                self._load(index)
+        self._issue()
+
+    def _load(self, index: int) -> None:
+        self.gradients.take(index)
+        self.loaded[index] = True
+        self.ready_seconds[index] = time.perf_counter() - self.began
+
+    def _issue(self) -> None:
+        order, loaded = self.order, self.loaded
+        while self.head < len(order) and loaded[order[self.head].message]:
+            task = order[self.head]
+            synchroniser = self.synchronisers[task.message]
+            with explain(self.plan, synchroniser, task):
+                synchroniser.start(task)
+            self.reports.collective(synchroniser, task, self.began + self.ready_seconds[task.message])
+            self.head += 1
+
+    def backward_ends(self) -> None:
+        """Variables that got no gradient contribute nothing, so that the others' messages can go."""
+        self.gradients.unused.backward_ended(self.gradients.lacking(self.arrivals.calls))
+        self._send_rest()
+
+    def _send_rest(self) -> None:
+        for index, loaded in enumerate(self.loaded):
+            if not loaded:
+                self._load(index)
+        self._issue()
+        self.gradients.phase = Phase.TRAVELLING
+        for hook in self.backward_hooks:
+            hook()
+        if self.mode == "barrier":
+            with self.reports.local("wait"):
+                self.gradients.average()
+
+    def backward_without_gradients(self) -> None:
+        """Takes part in a backward pass of the other ranks with gradients of zero."""
+        self.backward_begins()
+        unused = self.gradients.unused
+        unused.backward_ended(list(self.parameters) if unused.track is not False else [])
+        self._send_rest()
+
+    # Step
+
+    def step(self) -> None:
+        """Applies the averaged gradients: now (barrier), or as each module needs them (deferred)."""
+        if not self.gradients.phase.synchronised:
+            # Without a synchronised backward pass before it, what `parameter.grad` shows is applied as it is.
+            self.updates.settle_all()
+            if self.all_replicated or any(component.relaxed for component in self.components):
+                self.updates.whole_step()
+                return
+            self.gradients.adopt()
+        self.steps += 1
+        self.reports.step = self.steps
+        if self.mode == "barrier":
+            with self.reports.local("wait"):
+                self.gradients.average()
+        self.gradients.take_back()
+        if self.mode == "barrier" and self.all_replicated:
+            with self.reports.local("optimizer"):
+                self.updates.whole_step()
+        else:
+            self.updates.begin_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self.gradients.unused.track is None:
+            # A rank that applies nothing yet must learn of it with the others, or it would ask again alone.
+            self.gradients.unused_parameters()
+        if self.server is not None:
+            with explain(self.plan, what="the parameters of asynchronous servers"):
+                self.server.exchange()
+        self.gradients.step_ends()
+        if self.mode == "barrier":
+            self.updates.settle_all()
+        else:
+            self.updates.settle_aliased()
+        for hook in list(self.step_hooks):
+            # One of them may have changed the plan, and with it the hooks.
+            if hook in self.step_hooks:
+                with explain(self.plan, what="all ranks to agree on the issue order"):
+                    hook()
+
+    def closure_step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The user's optimizer calls backward itself, as often as it likes."""
+        self.need_barrier("step() is given a closure")
+        self.updates.settle_all()
+        result = self.optimizer_class.step(self.optimizer, closure)
+        self.gradients.phase = Phase.IDLE
+        return result
+
+    def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Forgets gradients of these parameters."""
+        parameters = list(parameters)
+        phase = self.gradients.phase
+        if phase.synchronised:
+            everything = self.updates.component_of.keys() <= set(map(id, parameters))
+            if phase is not Phase.PUBLISHED and set_to_none and everything:
+                self.gradients.discard()
+            else:
+                self.gradients.publish()
+        elif phase is Phase.KEPT:
+            self.gradients.cleared.update(map(id, parameters))
+        self.updates.zero(parameters, set_to_none)
+
+    def settle_all(self) -> None:
+        """Waits for everything outstanding, so that parameters are up to date."""
+        self.updates.settle_all()
+
+    def drain(self) -> None:
+        """Waits for stale messages too, so that all replicas are equal; every rank must call it."""
+        self.updates.drain()
+
+    # What the training loop does with parameters
+
+    def gradient_read(self, parameter: torch.nn.Parameter) -> None:
+        """Somebody reads `parameter.grad`: it must be the average, and later steps should not defer."""
+        if self.updates.applying or self.gradients.phase is Phase.BACKWARD:
+            return
+        self.value_used(parameter)
+        if self.gradients.phase.synchronised:
+            self.gradients.publish()
+            if self.mode == "deferred":
+                self.need_barrier("the training loop reads gradients before step()")
+        elif self.gradients.phase is Phase.KEPT and id(parameter) not in self.gradients.cleared:
+            self.updates.settle_all()
+            self.gradients.publish_kept()
+
+    def gradient_written(self, parameter: torch.nn.Parameter) -> None:
+        """Somebody replaces `parameter.grad`: an outstanding update comes first, and what is applied is the new one."""
+        if self.updates.applying or self.gradients.phase is Phase.BACKWARD:
+            return
+        if self.gradients.phase is Phase.KEPT:
+            self.value_used(parameter)
+            self.gradients.cleared.add(id(parameter))
+        else:
+            self.gradient_read(parameter)
+
+    def value_used(self, parameter: torch.nn.Parameter) -> None:
+        """Somebody reads or writes a parameter: an outstanding update comes first."""
+        component = self.updates.component_of.get(id(parameter))
+        if component is not None:
+            self.updates.settle(component)
+
+    def trainability_changed(self) -> None:
+        """A parameter was frozen or unfrozen: the plan no longer fits the model."""
+        self.outdated = True
+
+    def watch_parameters(self, frozen: list[torch.nn.Parameter], *, lazy: bool) -> None:
+        """Notices from now on what the training loop does with parameters; `lazy` if they may be out of date."""
+        self.watched = [*self.parameters.values(), *frozen]
+        for place, parameter in enumerate(self.watched):
+            watch(parameter, self, lazy=lazy and place < len(self.parameters))
+
+    # Modes
+
+    def need_barrier(self, reason: str) -> None:
+        """From now on no update is deferred, nor by the plans that follow this one."""
+        self.bound_by_loop = True
+        self.wanted_mode = "barrier"
+        self.set_mode("barrier", reason)
+
+    def set_mode(self, mode: Mode, reason: str) -> None:
+        if mode != self.mode:
+            self.mode = mode
+            log.info("offbeat runs in %s mode: %s", mode, reason)
+
+    # The end
+
+    def close(self, deadline: float) -> None:
+        """Waits for what is on the wire until `deadline` (time.monotonic), drops it, ends threads and connections."""
+        if self.server is not None and not script_failed():
+            # A rank that has failed says no farewell, so that those whom it sent gradients to learn of it.
+            self.server.close(deadline)
+        self.channels.close(deadline)
+        if self.server is not None:
+            # Without connections its threads come to an end.
+            self.server.join(time.monotonic() + 1.0)
+
+    def detach(self) -> None:
+        """Takes every hook off the model again, and makes its parameters plain."""
+        self.drain()
+        if self.server is not None:
+            self.server.close()
+        self.arrivals.remove()
+        for synchroniser in self.synchronisers:
+            for handle in synchroniser.handles:
+                handle.remove()
+        for parameter in self.watched:
+            unwatch(parameter)
+        self.channels.leave()

@@ -1,0 +1,218 @@
+"""What `parameter.grad` shows, from the end of a backward pass to the next one.
+
+A message that is loaded takes its gradients away: `parameter.grad` is empty until the average is shown there. So
+nothing that autograd adds meanwhile can get into a buffer that is on the wire, and whatever is found there when the
+average comes is a fresh gradient to be added to it. Somebody who reads `parameter.grad` earlier waits for the average.
+"""
+
+from collections import Counter
+
+import torch
+
+from offbeat.plan import Plan
+from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.owners import Owners
+from offbeat.runtime.engine.phases import Phase
+from offbeat.runtime.engine.unused import UnusedParameters
+from offbeat.runtime.faults import explain
+from offbeat.runtime.lazy import raw_gradient, set_gradient
+from offbeat.runtime.sync import Synchroniser, box_slices
+
+
+class Gradients:
+    """The gradients of one plan's messages on one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        synchronisers: list[Synchroniser],
+        parameters: dict[str, torch.nn.Parameter],
+        components: list[Component],
+        owners: Owners,
+        unused: UnusedParameters,
+    ) -> None:
+        self.plan = plan
+        self.synchronisers = synchronisers
+        self.parameters = parameters
+        self.components = components
+        self.component_of_message = {index: each for each in components for index in each.messages}
+        self.owners = owners
+        self.unused = unused
+        self.phase = Phase.IDLE
+        self.in_rounds = [each for each in synchronisers if each.replicated and each.later_rounds]
+        """Messages that all ranks must finish in one order, whichever they need first."""
+        self.dropped: frozenset[int] | None = None
+        """Parameters (by id) without a gradient at step(), where the training loop has seen the averages before."""
+        self.cleared: set[int] = set()
+        """Parameters (by id) whose gradient has been forgotten or replaced since the step."""
+        self.carried = Counter(name for each in plan.messages for name in each.variables)
+        """In how many messages each variable travels."""
+        self.untaken = self.carried.copy()
+        """Of these, how many have not been loaded in this pass."""
+
+    # Backward
+
+    def backward_begins(self) -> None:
+        """What is under way or kept elsewhere must be shown first: the pass adds to it."""
+        self.publish_all()
+        self.phase = Phase.BACKWARD
+        self.cleared.clear()
+        self.untaken = self.carried.copy()
+
+    def take(self, index: int) -> None:
+        """Loads a message: its gradients are the synchroniser's from now on."""
+        synchroniser = self.synchronisers[index]
+        synchroniser.load()
+        if synchroniser.relaxed:
+            return
+        hidden = self.component_of_message[index].hidden
+        for name in synchroniser.message.variables:
+            self.untaken[name] -= 1
+            if not self.untaken[name]:
+                hidden.add(id(self.parameters[name]))
+                set_gradient(self.parameters[name], None)
+
+    def lacking(self, arrived: Counter[str]) -> list[str]:
+        """Variables that neither this backward pass nor an earlier one of the same step has reached."""
+        planned = self.untaken
+        return [n for n in planned if not arrived[n] and raw_gradient(self.parameters[n]) is None]
+
+    # Averages
+
+    def finish(self, synchroniser: Synchroniser) -> None:
+        """Finishes a message and, where ranks could otherwise disagree on the order, those before it."""
+        if synchroniser.later_rounds and synchroniser.replicated:
+            for earlier in self.in_rounds[: self.in_rounds.index(synchroniser)]:
+                if earlier.loaded:
+                    with explain(self.plan, earlier):
+                        earlier.finish()
+        if synchroniser.loaded:
+            with explain(self.plan, synchroniser):
+                synchroniser.finish()
+
+    def average(self) -> None:
+        """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
+        if self.phase is Phase.TRAVELLING:
+            for component in self.components:
+                self.show(component)
+            self.phase = Phase.AVERAGED
+
+    def publish(self) -> None:
+        """Also for what has an owner: its averaged gradient goes to every replica."""
+        self.average()
+        if self.phase is Phase.AVERAGED:
+            self.owners.reduce()
+            self._publish()
+            self.phase = Phase.PUBLISHED
+
+    def publish_all(self) -> None:
+        """Whatever has been averaged is in `parameter.grad` everywhere, before a step or after it."""
+        self.publish()
+        if self.phase is Phase.KEPT:
+            self.publish_kept()
+
+    def publish_kept(self) -> None:
+        """After the step: averages that owners keep go to every replica, as far as they have not been forgotten."""
+        for component in self.components:
+            component.hidden -= self.cleared
+        self._publish()
+        self.phase = Phase.IDLE
+
+    def _publish(self) -> None:
+        for component in self.components:
+            for synchroniser in component.synchronisers if component.hidden else ():
+                if not synchroniser.replicated:
+                    self.owners.publish(synchroniser)
+            self.show(component, published=True)
+
+    @torch.no_grad()
+    def show(self, component: Component, *, published: bool = False) -> None:
+        """Puts the averages into `parameter.grad`, and what autograd has added there meanwhile on top of them.
+
+        Only those that every replica has: of all parameters if they are `published`, else of those without owners.
+        """
+        if not component.hidden:
+            return
+        for synchroniser in component.synchronisers:
+            if synchroniser.replicated:
+                self.finish(synchroniser)
+        unused = self.unused_parameters()
+        if not unused and len(component.hidden) == len(component.averages):
+            component.hidden.clear()
+            for parameter, average in component.averages:
+                fresh = raw_gradient(parameter)
+                if fresh is not None and fresh is not average:
+                    average.add_(fresh)
+                set_gradient(parameter, average)
+            return
+        for parameter, pieces in component.pieces.items():
+            if id(parameter) not in component.hidden or not (published or all(each.replicated for each, _ in pieces)):
+                continue
+            component.hidden.remove(id(parameter))
+            if id(parameter) in unused:
+                continue
+            average, fresh = _assembled(parameter, pieces), raw_gradient(parameter)
+            if fresh is not None and fresh is not average:
+                average = average.add_(fresh) if average.layout == torch.strided else average + fresh
+            set_gradient(parameter, average)
+
+    def unused_parameters(self) -> frozenset[int]:
+        """Parameters, by id, that no replica used: they keep no gradient, so that the optimizer leaves them alone."""
+        with explain(self.plan, what="word of which variables each rank used"):
+            return frozenset(id(self.parameters[name]) for name in self.unused.unused())
+
+    def without_gradient(self) -> frozenset[int]:
+        """Parameters, by id, that this step leaves alone."""
+        return self.unused_parameters() if self.dropped is None else self.dropped
+
+    # What the training loop does with them
+
+    def adopt(self) -> None:
+        """Takes what `parameter.grad` holds for averages, because step() is called without a backward pass."""
+        self.publish_all()
+        self.owners.prepared = self.owners.reduced = True
+        self.phase = Phase.PUBLISHED
+
+    def take_back(self) -> None:
+        """What the training loop made of the published gradients is what is applied."""
+        self.dropped = None
+        if self.phase is Phase.PUBLISHED:
+            for synchroniser in self.synchronisers:
+                if not synchroniser.relaxed:
+                    synchroniser.reload()
+            self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
+
+    def discard(self) -> None:
+        """The gradients on their way are not wanted: they arrive and are forgotten."""
+        self.owners.prepare()
+        for synchroniser in self.synchronisers:
+            if synchroniser.replicated and not synchroniser.relaxed:
+                self.finish(synchroniser)
+            else:
+                with explain(self.plan, synchroniser):
+                    synchroniser.drop()
+        for component in self.components:
+            component.hidden.clear()
+        self.phase = Phase.IDLE
+
+    def step_ends(self) -> None:
+        """The step is applied, or will be as parameters are needed."""
+        self.cleared.clear()
+        self.phase = Phase.KEPT if self.owners.tail and self.phase is not Phase.PUBLISHED else Phase.IDLE
+
+
+def _assembled(parameter: torch.nn.Parameter, pieces: list[tuple[Synchroniser, int]]) -> torch.Tensor:
+    """The averaged gradient of a variable, from that of its pieces."""
+    first, place = pieces[0]
+    averages = [synchroniser.averaged(other) for synchroniser, other in pieces]
+    sparse = [average.layout != torch.strided for average in averages]
+    if all(sparse):
+        average = sum(averages[1:], averages[0]).coalesce()
+        return average.to_dense() if first.densify else average
+    if len(pieces) == 1 and first.whole[place]:
+        return averages[0]
+    whole = torch.zeros_like(parameter, requires_grad=False)
+    for (synchroniser, other), average, rows in zip(pieces, averages, sparse, strict=True):
+        box = box_slices(synchroniser.message.pieces[other])
+        whole[box] = average.to_dense()[box] if rows else average
+    return whole

@@ -1,0 +1,122 @@
+"""What follows the first collective of a message that has an owner: the program's tail, in the plan's order.
+
+Further reductions, the owners' updates, and the parameters' way back. Where the training loop reads gradients before
+`step()`, the reductions run then and owners send the averages to everybody.
+"""
+
+import time
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from offbeat.plan import Plan, Task
+from offbeat.runtime.engine.reports import Reports
+from offbeat.runtime.faults import explain
+from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.unit_optimizer import UnitOptimizer, group_of
+
+Apply = Callable[[UnitOptimizer, Synchroniser], None]
+"""Steps an optimizer with the averaged gradients of a message."""
+
+
+class Owners:
+    """This rank's part in messages that have owners."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        synchronisers: list[Synchroniser],
+        optimizer: Optimizer,
+        optimizer_class: type[Optimizer],
+        reports: Reports,
+        aliased: frozenset[int],
+    ) -> None:
+        """`aliased` are parameters (by id) that must stay where they are in memory."""
+        self.plan = plan
+        self.synchronisers = synchronisers
+        self.reports = reports
+        self.tail = plan.program.tail_of("synchronous")
+        self.stale_tail = plan.program.tail_of("stale")
+        self.served = [synchronisers[index] for index in dict.fromkeys(task.message for task in self.tail)]
+        """Messages whose averaged gradient is not on every replica."""
+        self.prepared = False
+        self.reduced = False
+        optimized = group_of(optimizer)
+        self.optimizers: dict[int, UnitOptimizer] = {}
+        """For what this rank owns, by message, with its own optimizer state."""
+        for synchroniser in synchronisers:
+            if not synchroniser.replicated:
+                synchroniser.hold_values(aliased)
+                units = [unit for unit in synchroniser.units() if id(unit.parameter) in optimized]
+                if units:
+                    self.optimizers[synchroniser.message.index] = UnitOptimizer(optimizer, optimizer_class, units)
+
+    def backward_begins(self) -> None:
+        """Another step's messages follow."""
+        self.prepared = self.reduced = False
+
+    def prepare(self) -> None:
+        """Rounds that owners' updates need, in one order on all ranks and before any rank waits for an owner."""
+        if not self.prepared:
+            self.prepared = True
+            for synchroniser in self.served:
+                with explain(self.plan, synchroniser):
+                    synchroniser.prepare()
+
+    def reduce(self) -> None:
+        """The reductions of the tail, without the updates."""
+        self.prepare()
+        if not self.reduced:
+            self.reduced = True
+            for task in self.tail:
+                if not _returning(task):
+                    self._run(task, None)
+
+    def run(self, apply: Apply) -> None:
+        """The tail: reductions that have not run yet, updates, and returning parameters."""
+        self.prepare()
+        for task in self.tail:
+            if _returning(task) or not self.reduced:
+                self._run(task, apply)
+
+    def run_stale(self, message: int, apply: Apply) -> None:
+        """The tail of one stale message that has arrived."""
+        for task in self.stale_tail:
+            if task.message == message:
+                self._do(task, apply)
+
+    def publish(self, synchroniser: Synchroniser) -> None:
+        """Sends a message's averaged gradient to every replica."""
+        delivering = [t for t in self.tail if t.message == synchroniser.message.index and t.delivers]
+        with explain(self.plan, synchroniser):
+            synchroniser.publish(delivering)
+
+    def _run(self, task: Task, apply: Apply | None) -> None:
+        synchroniser = self.synchronisers[task.message]
+        with explain(self.plan, synchroniser, task):
+            with self.reports.local("wait", (task.message,)):
+                for before in task.after:
+                    synchroniser.wait(before)
+            self._do(task, apply)
+
+    def _do(self, task: Task, apply: Apply | None) -> None:
+        synchroniser = self.synchronisers[task.message]
+        queued = time.perf_counter()
+        if task.kind == "update":
+            assert apply is not None
+            with self.reports.local("update", (task.message,)):
+                synchroniser.pack_values()
+                synchroniser.collect(published=self.reduced)
+                optimizer = self.optimizers.get(task.message)
+                if optimizer is not None:
+                    apply(optimizer, synchroniser)
+            return
+        if task.delivers:
+            synchroniser.start_return(task)
+        else:
+            synchroniser.start(task)
+        self.reports.collective(synchroniser, task, queued)
+
+
+def _returning(task: Task) -> bool:
+    return task.kind == "update" or bool(task.delivers)

@@ -1,0 +1,227 @@
+"""Averaged gradients → updated parameters: at once, or each component when somebody needs it.
+
+A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): whoever uses one settles it.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.plan import Plan
+from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.gradients import Gradients
+from offbeat.runtime.engine.owners import Owners
+from offbeat.runtime.engine.portions import Portions
+from offbeat.runtime.engine.reports import Reports
+from offbeat.runtime.faults import explain
+from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
+from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
+
+
+class Updates:
+    """The optimizer's side of a plan on one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        components: list[Component],
+        gradients: Gradients,
+        owners: Owners,
+        optimizer: Optimizer,
+        optimizer_class: type[Optimizer],
+        reports: Reports,
+        aliases: AliasCheck,
+    ) -> None:
+        self.components = components
+        self.gradients = gradients
+        self.owners = owners
+        self.optimizer = optimizer
+        self.optimizer_class = optimizer_class
+        self.reports = reports
+        self.component_of = {id(parameter): each for each in components for parameter in each.parameters}
+        self.outside = self._outside()
+        self.outstanding = 0
+        """Components whose update is outstanding."""
+        self.zeroing: dict[int, bool] = {}
+        """Whether zero_grad() asked for None, of parameters (by id) whose update is outstanding."""
+        self.applying = False
+        """An optimizer is at work, so that accesses to gradients are not the training loop's."""
+        self.aliases = aliases
+        aliases.count_own()
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Applies slices in the order in which this plan sends them."""
+        self.plan = plan
+        for component, described in zip(self.components, plan.program.components, strict=True):
+            component.portions = None
+            if described.slices and component.optimizer is not None:
+                synchroniser = component.synchronisers[0]
+                if Portions.fit(synchroniser, component.optimizer):
+                    component.portions = Portions(synchroniser, component.optimizer, described.slices)
+
+    def _outside(self) -> UnitOptimizer | None:
+        """The optimizer may also hold parameters that the plan knows nothing of: they are stepped here alone."""
+        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        units = [Unit(parameter, parameter) for parameter in held if id(parameter) not in self.component_of]
+        return UnitOptimizer(self.optimizer, self.optimizer_class, units) if units else None
+
+    def optimizers(self) -> Iterable[UnitOptimizer]:
+        """Every optimizer that stands in for a part of the user's."""
+        yield from self.owners.optimizers.values()
+        if self.outside is not None:
+            yield self.outside
+        for component in self.components:
+            if component.optimizer is not None:
+                yield component.optimizer
+
+    # Applying
+
+    def whole_step(self) -> None:
+        """The user's optimizer takes one ordinary step with what `parameter.grad` holds."""
+        with self.at_work():
+            self.optimizer_class.step(self.optimizer)
+
+    def begin_step(self) -> None:
+        """Owners update what they own and send it back; what every replica applies becomes outstanding."""
+        for optimizer in self.optimizers():
+            optimizer.refresh()
+        if self.outside is not None:
+            self.apply(self.outside)
+        self.owners.run(self.apply)
+        for component in self.components:
+            component.settled = component.relaxed
+            if not component.settled:
+                set_pending(component.parameters, pending=True)
+        self.outstanding = sum(not component.settled for component in self.components)
+        for component in self.components:
+            if component.stale:
+                self._step_stale(component)
+
+    def apply(self, optimizer: UnitOptimizer, *synchronisers: Synchroniser) -> None:
+        """Steps an optimizer, with gradients that lie elsewhere than its units say as the synchronisers have them."""
+        elsewhere = {key: value for each in synchronisers for key, value in each.unit_gradients().items()}
+        with self.at_work():
+            optimizer.take_gradients(elsewhere, self.gradients.without_gradient())
+            optimizer.step()
+
+    @contextmanager
+    def at_work(self) -> Generator[None, None, None]:
+        """While the engine itself reads gradients and writes parameters."""
+        before, self.applying = self.applying, True
+        try:
+            yield
+        finally:
+            self.applying = before
+
+    def settle(self, component: Component) -> None:
+        """Waits for one component and applies its update."""
+        if component.settled:
+            return
+        component.settled = True
+        self.outstanding -= 1
+        set_pending(component.parameters, pending=False)
+        if not self._apply_in_portions(component):
+            self._apply_at_once(component)
+        for parameter in component.parameters:
+            set_to_none = self.zeroing.pop(id(parameter), None)
+            if set_to_none is not None:
+                self._forget(component, parameter, set_to_none)
+
+    def settle_all(self) -> None:
+        """Waits for everything outstanding, so that parameters are up to date."""
+        if self.outstanding:
+            for component in self.components:
+                self.settle(component)
+
+    def settle_aliased(self) -> None:
+        """Views that others keep of a parameter cannot be brought up to date when they are read, so they are now."""
+        for component in self.components if self.outstanding else ():
+            if not component.settled and self.aliases.any(component.parameters):
+                self.settle(component)
+
+    def _apply_in_portions(self, component: Component) -> bool:
+        """Applies each slice as it arrives; False, and nothing done, where that cannot be."""
+        portions = component.portions
+        if portions is None or not component.hidden or self.gradients.dropped is not None or not portions.possible():
+            return False
+        synchroniser = portions.synchroniser
+        with self.reports.local("wait", component.messages):
+            unused = self.gradients.unused_parameters()
+        for task in portions.slices:
+            with self.reports.local("wait", component.messages), explain(self.plan, synchroniser, task):
+                synchroniser.wait(task.index)
+            with self.reports.local("update", component.messages):
+                portions.apply(task.stop, unused)
+        portions.end()
+        self.gradients.show(component)
+        return True
+
+    def _apply_at_once(self, component: Component) -> None:
+        with self.reports.local("wait", component.messages):
+            self.gradients.show(component)
+            for synchroniser in component.synchronisers:
+                if not synchroniser.replicated:
+                    with explain(self.plan, synchroniser):
+                        synchroniser.receive()
+        if component.optimizer is not None:
+            with self.reports.local("update", component.messages):
+                component.optimizer.find_pieces()
+                self.apply(component.optimizer, *(each for each in component.synchronisers if each.replicated))
+
+    # Stale messages
+
+    def _step_stale(self, component: Component) -> None:
+        """This step's messages leave; those that are due, or have arrived, are applied."""
+        for synchroniser in component.synchronisers:
+            synchroniser.depart()
+        while component.synchronisers[0].due or all(each.arrived for each in component.synchronisers):
+            self._apply_stale(component)
+
+    def _apply_stale(self, component: Component) -> None:
+        for synchroniser in component.synchronisers:
+            with explain(self.plan, synchroniser):
+                synchroniser.arrive()
+                self.owners.run_stale(synchroniser.message.index, self.apply)
+                synchroniser.receive()
+        for parameter in component.parameters:
+            component.hidden.add(id(parameter))
+            set_gradient(parameter, None)
+        self.gradients.show(component)
+        component.hidden.clear()
+        if component.optimizer is not None:
+            component.optimizer.find_pieces()
+            self.apply(component.optimizer)
+
+    def drain(self) -> None:
+        """Applies everything, stale messages too, so that all replicas are equal; every rank must call it."""
+        self.settle_all()
+        for component in self.components:
+            while component.synchronisers[0].flying:
+                self._apply_stale(component)
+
+    # Forgetting
+
+    def zero(self, parameters: Iterable[torch.nn.Parameter], set_to_none: bool) -> None:
+        """Forgets gradients: those still needed for an outstanding update are forgotten once it is applied."""
+        for parameter in parameters:
+            component = self.component_of.get(id(parameter))
+            if component is not None and not component.settled:
+                self.zeroing[id(parameter)] = set_to_none
+            else:
+                self._forget(component, parameter, set_to_none)
+
+    @torch.no_grad()
+    def _forget(self, component: Component | None, parameter: torch.nn.Parameter, set_to_none: bool) -> None:
+        """What torch's zero_grad() does to one parameter."""
+        gradient = raw_gradient(parameter)
+        hidden = component is not None and id(parameter) in component.hidden
+        if set_to_none or (gradient is None and not hidden):
+            set_gradient(parameter, None)
+        elif gradient is None or gradient.grad_fn is not None:
+            set_gradient(parameter, torch.zeros_like(parameter, requires_grad=False))
+        else:
+            gradient.zero_()

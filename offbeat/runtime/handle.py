@@ -1,0 +1,92 @@
+"""A distributed model → what Offbeat does with it: `model.offbeat`."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.errors import OffbeatError
+from offbeat.plan import Plan
+from offbeat.timeline import Timeline
+
+if TYPE_CHECKING:
+    from offbeat.runtime.distribute import Runtime
+
+QUIET_VARIABLE = "OFFBEAT_QUIET"
+"""Set to anything, it keeps Offbeat from telling its decisions on the terminal."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan that was tried while training went on, or why none was."""
+
+    step: int
+    what: str
+    """In words: the plan, its step before and after, what was predicted, and whether it was kept."""
+    strategy: str = ""
+    """Name of the strategy that was tried; empty if none was."""
+    kept: bool = False
+    predicted_seconds: float | None = None
+    seconds_before: float | None = None
+    seconds_after: float | None = None
+
+
+class Handle:
+    """The plan in force, and the decisions that led to it."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._runtime.plan
+
+    @property
+    def mode(self) -> str:
+        """'deferred' or 'barrier'."""
+        return self._runtime.engine.mode
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other plan is being looked for or tried; the same on every rank at the same step."""
+        return self._runtime.settled
+
+    @property
+    def history(self) -> tuple[Decision, ...]:
+        """What was tried so far, in order; on rank 0."""
+        return tuple(self._runtime.history)
+
+    def timeline(self) -> Timeline:
+        """A step of the plan in force, predicted at the times recorded in this job; on rank 0, once "auto" has
+        searched. The first call compiles for some seconds."""
+        if self._runtime.predict is None:
+            raise OffbeatError(
+                "model.offbeat.timeline(): no step has been recorded here; 'auto' records some, on rank 0"
+            )
+        return self._runtime.predict(self.plan)
+
+    def save_strategy(self, path: str | os.PathLike[str]) -> None:
+        """Writes the strategy in force, with which the next start can begin."""
+        self.plan.strategy.save(Path(path))
+
+    def summary(self) -> str:
+        """The plan in force and its history, in words."""
+        plan = self.plan
+        size = sum(message.bytes for message in plan.messages)
+        lines = [
+            f"strategy '{plan.strategy.name}' in {self.mode} mode on {len(plan.replicas)} ranks: "
+            f"{len(plan.messages)} messages, {size / 1e6:.1f} MB of gradients"
+        ]
+        return "\n".join([*lines, *(f"step {each.step}: {each.what}" for each in self.history)])
+
+    def __repr__(self) -> str:
+        return f"<offbeat: {self.summary().splitlines()[0]}>"
+
+
+def tell(runtime: "Runtime", decision: Decision) -> None:
+    """Keeps a decision, and says it once, on rank 0's terminal."""
+    runtime.history.append(decision)
+    if runtime.world.rank == 0 and not (runtime.quiet or os.environ.get(QUIET_VARIABLE)):
+        print(f"offbeat, step {decision.step}: {decision.what}", file=sys.stderr, flush=True)

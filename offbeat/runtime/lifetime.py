@@ -1,0 +1,62 @@
+"""Runtimes of this process → a clean end, however the script ends.
+
+A backend's thread that needs the interpreter while it goes down, for a callback or because a wait has ended, aborts the
+process. So before the interpreter does, every runtime waits for what it has put on the wire, breaks off what does not
+end in time, and closes its channels, which joins their threads. Nothing is applied: who wants the last update has read
+it or called `flush()`.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import time
+import weakref
+from typing import Protocol
+
+log = logging.getLogger("offbeat")
+
+GRACE_SECONDS = 30.0
+"""How far other ranks may be behind at the end; one that hangs must not keep this one from ending."""
+FAILED_GRACE_SECONDS = 1.0
+"""The same where the script has failed, and the job with it."""
+
+
+class Closable(Protocol):
+    """What must end before the interpreter does."""
+
+    def close(self, deadline: float) -> None:
+        """Waits for what is under way until `deadline` (time.monotonic) and lets go of threads and connections."""
+
+
+_alive: "weakref.WeakSet[Closable]" = weakref.WeakSet()
+
+
+def close_at_exit(runtime: Closable) -> None:
+    """Sees to it that `runtime` is closed before the interpreter goes down."""
+    if not len(_alive):
+        # Registered late, so that it runs before what torch itself has registered.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all, os.getpid())
+    _alive.add(runtime)
+
+
+def script_failed() -> bool:
+    """Whether the interpreter ends by an exception that nobody has caught, Ctrl-C too: Python notes it there."""
+    return hasattr(sys, "last_type")
+
+
+def _close_all(process: int) -> None:
+    if os.getpid() != process:
+        # A forked process has none of the threads that would have to end.
+        return
+    deadline = time.monotonic() + (FAILED_GRACE_SECONDS if script_failed() else GRACE_SECONDS)
+    for runtime in list(_alive):
+        try:
+            runtime.close(deadline)
+        except KeyboardInterrupt:
+            # The user does not want to wait.
+            deadline = time.monotonic()
+            runtime.close(deadline)
+        except Exception:
+            log.exception("offbeat could not close its connections")

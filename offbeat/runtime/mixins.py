@@ -1,0 +1,140 @@
+"""What distribute() adds to the classes of a model and of an optimizer.
+
+Both stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and `isinstance` go on as
+before. Copies and pickles are plain again: they take no part in the job.
+"""
+
+import copy
+import operator
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.runtime.checkpoint import gather_state, scatter_state
+from offbeat.runtime.handle import Handle
+from offbeat.runtime.join import join
+from offbeat.torch_private import ModelHooks, registries
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer as _Optimizer
+else:
+    _Optimizer = object
+
+
+class DistributedModel(ModelHooks):
+    """A model that trains on all ranks."""
+
+    _offbeat: Any
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of backward passes inside stay local and accumulate, as with DDP."""
+        arrivals = self._offbeat.engine.arrivals
+        before, arrivals.synchronise = arrivals.synchronise, False
+        try:
+            yield
+        finally:
+            arrivals.synchronise = before
+
+    def join(self) -> AbstractContextManager[None]:
+        """Around a training loop that some ranks leave earlier than others, because they have less data."""
+        return join(self._offbeat)
+
+    def flush(self) -> None:
+        """Waits for outstanding updates, stale ones included, so that every parameter holds its newest value."""
+        self._offbeat.engine.drain()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._offbeat.engine.zero_grad(set_to_none, self.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A plain model with the newest values, which takes no part in the job."""
+        return self._offbeat.plain_copy(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain model."""
+        return _as(self._offbeat.plain_copy({}))
+
+    def _before_conversion(self) -> None:
+        """The plan is made anew."""
+        self._offbeat.engine.settle_all()
+        self._offbeat.engine.outdated = True
+
+    def _before_wrapping(self) -> None:
+        raise StrategyError(
+            "this model is distributed by Offbeat already: leave out DistributedDataParallel, which would average "
+            "its gradients a second time"
+        )
+
+    @property
+    def offbeat(self) -> Handle:
+        """The plan in force, its history, and a way to save it."""
+        return Handle(self._offbeat)
+
+
+class OuterModel(DistributedModel):
+    """The model as distribute() returns it: with `module`, which scripts written for DDP use."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The same model without this attribute, so that code which unwraps models comes to an end."""
+        own = registries(self)[2].get("module")
+        if own is not None:
+            return own
+        inner_class = with_mixin(DistributedModel, self._offbeat.model_class)
+        inner = inner_class.__new__(inner_class)
+        object.__setattr__(inner, "__dict__", self.__dict__)
+        return inner
+
+
+class DistributedOptimizer(_Optimizer):
+    """An optimizer whose step() applies averaged gradients."""
+
+    _offbeat: Any
+
+    def step(self, closure: Any = None) -> Any:
+        engine = self._offbeat.engine
+        if closure is None:
+            engine.step()
+            return None
+        if not engine.all_replicated:
+            raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
+        return engine.closure_step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._offbeat.engine.zero_grad(set_to_none, held)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._offbeat.engine.settle_all()
+        super().add_param_group(param_group)
+        self._offbeat.engine.outdated = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a single device's; where a strategy spreads state over ranks, every rank must call it."""
+        return gather_state(self._offbeat.engine)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        scatter_state(self._offbeat.engine, state_dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """A plain optimizer, which takes no part in the job."""
+        return copy.deepcopy(self._offbeat.plain_optimizer(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain optimizer."""
+        return _as(self._offbeat.plain_optimizer())
+
+
+def _as(plain: Any) -> tuple[Any, ...]:
+    """What `__reduce_ex__` returns for an object that is pickled as another; reading it does not need Offbeat."""
+    return operator.getitem, ([plain], 0)
+
+
+def with_mixin(mixin: type, base: type) -> Any:
+    """A class that is called as `base` is, and behaves as `mixin` says."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})

@@ -1,0 +1,59 @@
+"""A model and its optimizer → whether the training loop has changed them since.
+
+Layers may be replaced, parameters frozen, unfrozen or given to the optimizer later. A plan made before then no longer
+fits, and ranks would drift apart silently. Torch tells of every parameter and module that is registered anywhere; only
+after that, or when a watched parameter's `requires_grad` has changed, is the model walked over and compared.
+"""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from offbeat.runtime.engine import Engine
+
+_registrations = [0]
+"""Their number: torch's hooks are the process's, so there is one count."""
+
+
+@cache
+def watch_structure() -> None:
+    """Counts from now on what is registered in any module of this process."""
+    register_module_parameter_registration_hook(_count)
+    register_module_module_registration_hook(_count)
+
+
+def _count(*_: Any) -> None:
+    _registrations[0] += 1
+
+
+class Structure:
+    """What a model and its optimizer held when a plan was made for them."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.registrations = _registrations[0]
+        self.tensors = [*model.parameters(), *model.buffers()]
+        self.held = self._held()
+        self.optimized = self._optimized()
+
+    def changed(self, engine: "Engine") -> bool:
+        """Whether they hold something else now."""
+        optimized = self._optimized()
+        if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:
+            return False
+        self.registrations = _registrations[0]
+        return engine.outdated or optimized != self.optimized or self._held() != self.held
+
+    def _held(self) -> list[tuple[int, bool]]:
+        return [(id(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+
+    def _optimized(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)

@@ -1,0 +1,85 @@
+"""Plan → one synchroniser per message, of the kind its strategy asks for."""
+
+import torch
+from torch.optim import Optimizer
+
+from offbeat.errors import StrategyError
+from offbeat.plan import Message, Plan
+from offbeat.runtime.comm import Channels
+from offbeat.runtime.sync.asynchronous import AsyncMessage, AsyncServer
+from offbeat.runtime.sync.dense import (
+    EncodedAllReduce,
+    EncodedServer,
+    ServerSynchroniser,
+    ShardedSynchroniser,
+    Synchroniser,
+    box_slices,
+)
+from offbeat.runtime.sync.encoders import make_encoder
+from offbeat.runtime.sync.sparse import FactorBroadcast, SparseGather, SparseServer
+from offbeat.runtime.sync.stale import StaleAllReduce, StaleServer
+
+__all__ = ["AsyncServer", "Synchroniser", "box_slices", "make_synchronisers"]
+
+_SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
+
+
+def make_synchronisers(
+    model: torch.nn.Module,
+    plan: Plan,
+    channels: Channels,
+    parameters: dict[str, torch.nn.Parameter],
+    optimizer_class: type[Optimizer],
+) -> list[Synchroniser]:
+    """One per message, in the plan's order."""
+    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
+    return [_make(message, model, plan, channels, parameters, densify) for message in plan.messages]
+
+
+def _make(
+    message: Message,
+    model: torch.nn.Module,
+    plan: Plan,
+    channels: Channels,
+    parameters: dict[str, torch.nn.Parameter],
+    densify: bool,
+) -> Synchroniser:
+    assert plan.rank is not None
+    me = plan.replicas.index(plan.rank)
+    common = (message, parameters, channels, plan.rank, plan.weights[me])
+    first = parameters[message.pieces[0].variable]
+    variable = plan.graph.variable(message.pieces[0].variable)
+    shapes = [piece.shape for piece in message.pieces]
+    encoder = make_encoder(
+        message.encoder, shapes, first.dtype, first.device, seed=message.index, world=len(plan.replicas), rank=me
+    )
+    if message.asynchronous:
+        return AsyncMessage(*common)
+    if message.staleness:
+        return StaleAllReduce(*common) if message.synchronizer == "all_reduce" else StaleServer(*common)
+    match message.synchronizer:
+        case "sparse_all_gather":
+            return SparseGather(variable, densify, *common)
+        case "sparse_parameter_server":
+            return SparseServer(variable, densify, *common)
+        case "factor_broadcast":
+            return FactorBroadcast(_linear(model, variable.name), variable.factor_rows, *common)
+        case "sharded":
+            tasks = [send.task for send in plan.program.sends if send.task.message == message.index]
+            slices = sorted({(task.start, task.stop) for task in tasks})
+            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(message.encoder.name)
+            return ShardedSynchroniser(dtype, slices, tasks[0].ranks, *common)
+        case "parameter_server":
+            return ServerSynchroniser(*common) if encoder is None else EncodedServer(encoder, *common)
+        case _:
+            return Synchroniser(*common) if encoder is None else EncodedAllReduce(encoder, *common)
+
+
+def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not isinstance(module, torch.nn.Linear) or attribute != "weight":
+        raise StrategyError(
+            f"factor_broadcast needs the weight of an nn.Linear, {name!r} belongs to {type(module).__name__}"
+        )
+    return module

@@ -1,0 +1,108 @@
+"""A few rows of a table on each rank → everybody's rows on every rank, or on one.
+
+Ranks hold different numbers of rows and cannot know each other's. Each sends a block of an agreed size whose header
+says how many rows it holds; where that is more than the block takes, all of them see it in the headers and exchange the
+rest in a second round of the size that all can compute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offbeat.runtime.comm import Channel, Work
+
+_HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows with their numbers."""
+
+    numbers: torch.Tensor
+    values: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+
+class RowExchange:
+    """Exchanges rows of one width and element type; the block grows to what was needed, the same on all ranks."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, block_rows: int) -> None:
+        self.width = width
+        self.dtype = dtype
+        self.device = device
+        self.block_rows = max(1, block_rows)
+        self.row_bytes = 8 + width * dtype.itemsize
+
+    def start(self, channel: Channel, rows: Rows, root: int | None) -> tuple[Work, list[torch.Tensor]]:
+        """Sends the first block; the tensors receive every rank's block (none on a rank that is not the root)."""
+        return self._send(channel, self.pack(rows, 0, self.block_rows), root)
+
+    def finish(self, channel: Channel, rows: Rows, blocks: list[torch.Tensor], root: int | None) -> Rows:
+        """Every rank's rows, in ring order, after the blocks have arrived."""
+        largest = max(_count(block) for block in blocks)
+        work, rest = self.start_rest(channel, rows, largest, root)
+        if work is not None:
+            work.wait()
+        received = self.join(blocks, rest)
+        self.block_rows = max(self.block_rows, largest)
+        return received
+
+    def start_rest(
+        self, channel: Channel, rows: Rows, largest: int, root: int | None
+    ) -> tuple[Work | None, list[torch.Tensor]]:
+        """Sends what the first block does not take; `largest` is the most rows that any rank holds."""
+        if largest <= self.block_rows:
+            return None, []
+        return self._send(channel, self.pack(rows, self.block_rows, largest - self.block_rows), root)
+
+    def join(self, blocks: Sequence[torch.Tensor], rest: Sequence[torch.Tensor]) -> Rows:
+        """The rows in all ranks' blocks, and in the rest of each where there is one."""
+        parts = []
+        for index, block in enumerate(blocks):
+            parts.append(self._unpack(block, min(_count(block), self.block_rows)))
+            if rest:
+                parts.append(self._unpack(rest[index], max(0, _count(block) - self.block_rows)))
+        return Rows(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
+
+    def _send(self, channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, list[torch.Tensor]]:
+        if root is None:
+            output = torch.empty(channel.size * block.numel(), dtype=torch.uint8, device=self.device)
+            return channel.all_gather(output, block), list(output.view(channel.size, -1))
+        here = channel.ranks[channel.index] == root
+        outputs = [torch.empty_like(block) for _ in channel.ranks] if here else []
+        return channel.gather(outputs, block, root), outputs
+
+    def pack(self, rows: Rows, start: int, capacity: int) -> torch.Tensor:
+        """A block with the rows from `start` on, as far as it takes them, and the number of all in its header."""
+        block = self.empty(capacity).zero_()
+        block[:_HEADER].view(torch.int64)[0] = len(rows)
+        held = max(0, min(len(rows) - start, capacity))
+        if held:
+            numbers, values = self._fields(block)
+            numbers[:held] = rows.numbers[start : start + held]
+            values[:held] = rows.values[start : start + held]
+        return block
+
+    def empty(self, capacity: int) -> torch.Tensor:
+        """A block that takes so many rows, to be received."""
+        return torch.empty(_HEADER + capacity * self.row_bytes, dtype=torch.uint8, device=self.device)
+
+    def unpack(self, block: torch.Tensor) -> Rows:
+        """The rows of a block that holds all of them."""
+        return self._unpack(block, _count(block))
+
+    def _unpack(self, block: torch.Tensor, count: int) -> Rows:
+        numbers, values = self._fields(block)
+        return Rows(numbers[:count], values[:count])
+
+    def _fields(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        capacity = (block.numel() - _HEADER) // self.row_bytes
+        end = _HEADER + capacity * 8
+        return block[_HEADER:end].view(torch.int64), block[end:].view(self.dtype).view(capacity, self.width)
+
+
+def _count(block: torch.Tensor) -> int:
+    return int(block[:_HEADER].view(torch.int64)[0])

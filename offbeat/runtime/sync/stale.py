@@ -1,0 +1,69 @@
+"""Staleness K: a message may arrive up to K steps after it left.
+
+A replica goes on while its last K gradients are still under way, and waits for the one before them: so when it begins
+step c, every other replica has finished the backward pass of step c - K - 1, which is the bound of stale synchronous
+parallel training. What has arrived is applied at once, in the order in which it left; every replica applies the same
+sums in the same order.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from offbeat.plan import Task
+from offbeat.runtime.comm import Work
+from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser
+
+
+class StaleAllReduce(Synchroniser):
+    """An all-reduced message of which several steps' copies may be under way."""
+
+    relaxed = True
+    elementwise = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.queue: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
+
+    def load(self) -> None:
+        super().load()
+        self.leaving = self.buffer.clone()
+
+    def start(self, task: Task) -> None:
+        if len(task.ranks) > 1:
+            self.works[task.index] = self._start(task, self.leaving[task.start : task.stop])
+
+    def depart(self) -> None:
+        self.queue.append((self.leaving, self.works))
+        self.works = {}
+        self.loaded = False
+
+    @property
+    def due(self) -> bool:
+        return len(self.queue) > self.message.staleness
+
+    @property
+    def arrived(self) -> bool:
+        return bool(self.queue) and all(work.is_completed() for work in self.queue[0][1].values())
+
+    @property
+    def flying(self) -> int:
+        return len(self.queue)
+
+    def arrive(self) -> None:
+        tensor, works = self.queue.popleft()
+        for work in works.values():
+            work.wait()
+        self.buffer.copy_(tensor)
+
+
+class StaleServer(StaleAllReduce, ServerSynchroniser):
+    """A server's message of which several steps' copies may be under way."""
+
+    replicated = False
+
+    @property
+    def arrived(self) -> bool:
+        # Parameters come back by a collective, so all ranks must take the message at the same point.
+        return False

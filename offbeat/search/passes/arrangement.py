@@ -1,0 +1,131 @@
+"""Passes that rearrange gradients: the order of messages, which neighbours share one, and where they are cut.
+
+Tensor fusion is dPRO's theorem 2: the tensors q_{n-1} and q_n are better fused if q_{n-1} ends later than
+p_n + t_sync(both) - t_sync(q_n), p_n being the compute that completes q_n. The theorem looks at one pair, so what it
+proposes is tried first and kept if the step does not become longer; then every other border is tried.
+
+Tensor partition is dPRO's k*, the number of parts into which a message may be cut, by grid search with replay. Cutting
+costs overhead and gains what an urgent message no longer waits for, so k* is found on the whole step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from offbeat.search.arrange import arranged, arrangement_of, explicit
+from offbeat.search.pace.strategy import pace_schedule
+from offbeat.search.passes.problem import Candidate, Problem, register_pass
+from offbeat.simulate.fast.gradients import Arrangement, Gradients
+from offbeat.strategy import Strategy
+
+_PART_BYTES = (512 * 2**10, 2 * 2**20, 8 * 2**20)
+"""Sizes at which a slice may end, beside PACE's own cuts."""
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_ROUNDING = 1e-12
+_Change = Callable[[Arrangement], Arrangement]
+
+
+@register_pass("schedule", order=10)
+def schedule(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """PACE's fusion and schedule, its schedule of the candidate's groups, even parts of some sizes, the other mode."""
+    gradients = problem.gradients(candidate)
+    if gradients is None:
+        return
+    strategy = candidate.strategy
+    present = arrangement_of(gradients, strategy)
+    if problem.mode != "barrier":
+        for groups in (None, gradients.groups(present.borders)):
+            yield explicit(gradients, *pace_schedule(gradients, groups), strategy)
+        for size in _PART_BYTES:
+            cut = replace(present, parts=gradients.even_parts(present.borders, size), barrier=False)
+            yield arranged(gradients, cut, strategy)
+    if problem.mode == "auto":
+        yield arranged(gradients, replace(present, barrier=not present.barrier), strategy)
+
+
+@register_pass("tensor_fusion", order=20)
+def tensor_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """From the candidate's groups, and from none: borders set or removed while that shortens the step."""
+    gradients = problem.gradients(candidate)
+    if gradients is None:
+        return
+
+    def borders(arrangement: Arrangement) -> list[_Change]:
+        first = better_fused(gradients, arrangement)
+        others = [i for i in range(1, len(gradients)) if not gradients.forced[i] and i not in first]
+        return [partial(flipped, border=border) for border in first + others]
+
+    present = arrangement_of(gradients, candidate.strategy)
+    for start in (present, gradients.arrangement(barrier=present.barrier)):
+        yield arranged(gradients, _improved(gradients, start, borders, candidate, problem), candidate.strategy)
+
+
+@register_pass("tensor_partition", order=30)
+def tensor_partition(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """The candidate's groups with the best number of parts each, the largest group first."""
+    gradients = problem.gradients(candidate)
+    if gradients is None:
+        return
+    present = arrangement_of(gradients, candidate.strategy)
+    starts = np.flatnonzero(present.borders)
+    largest = np.argsort(-np.add.reduceat(gradients.wire, starts), kind="stable")
+    heads = [int(head) for head in starts[largest] if gradients.sliceable[head]]
+    cuts: list[_Change] = [partial(_cut, head=head, count=count) for head in heads for count in _PARTS]
+    yield arranged(gradients, _improved(gradients, present, lambda _: cuts, candidate, problem), candidate.strategy)
+
+
+def _improved(
+    gradients: Gradients,
+    arrangement: Arrangement,
+    changes: Callable[[Arrangement], Iterable[_Change]],
+    candidate: Candidate,
+    problem: Problem,
+) -> Arrangement:
+    """All changes one after another, those that shorten the step kept, again and again until none does."""
+    best = problem.arrangement_seconds(gradients, arrangement, candidate)
+    settled = False
+    while not settled:
+        settled = True
+        for change in changes(arrangement):
+            if problem.expired:
+                return arrangement
+            trial = change(arrangement)
+            if trial is arrangement:
+                continue
+            seconds = problem.arrangement_seconds(gradients, trial, candidate)
+            # A border that makes no difference goes: fewer collectives stand up better to what was not foreseen.
+            fewer = trial.borders.sum() < arrangement.borders.sum()
+            if seconds < best * (1 + (_ROUNDING if fewer else -_ROUNDING)):
+                arrangement, best, settled = trial, min(best, seconds), False
+    return arrangement
+
+
+def flipped(arrangement: Arrangement, border: int) -> Arrangement:
+    """The arrangement with one border more or less; a new group may be cut as often as the one it came from."""
+    borders, parts = arrangement.borders.copy(), arrangement.parts.copy()
+    if not borders[border]:
+        head = int(np.flatnonzero(borders[:border])[-1])
+        parts[border] = parts[head]
+    borders[border] = not borders[border]
+    return replace(arrangement, borders=borders, parts=parts)
+
+
+def _cut(arrangement: Arrangement, head: int, count: int) -> Arrangement:
+    """The arrangement with the group at a head in so many parts."""
+    if arrangement.parts[head] == count:
+        return arrangement
+    parts = arrangement.parts.copy()
+    parts[head] = count
+    return replace(arrangement, parts=parts)
+
+
+def better_fused(gradients: Gradients, arrangement: Arrangement) -> list[int]:
+    """Borders that theorem 2 takes away."""
+    _, _, _, arrival = gradients.run(arrangement)
+    starts = np.flatnonzero(arrangement.borders)
+    longer = gradients.per_byte[starts[1:]] * np.add.reduceat(gradients.wire, starts)[:-1]
+    ready = np.maximum.reduceat(gradients.ready, starts)[1:]
+    waits = arrival[:-1] - gradients.lag[starts[1:]] > ready + longer
+    return starts[1:][waits & ~gradients.forced[starts[1:]]].tolist()

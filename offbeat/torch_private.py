@@ -1,0 +1,290 @@
+"""Everything that Offbeat uses of torch's private parts.
+
+Torch may change a name with an underscore in any release. Each such name stands here once, with what it is for and what
+happens in a release that lacks it. What is re-exported then fails with one sentence as it is imported; a function whose
+docstring says nothing else fails as it is called, with torch's own AttributeError.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from torch.nn import Module as _Module
+else:
+    _Module = object
+
+_FAKE = "torch._subclasses.fake_tensor"
+_REEXPORTED = {
+    # Capture runs the model once instead of tracing it where one of the first three is missing.
+    "aot_export_joint": (
+        "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+        "traces forward and backward as one graph",
+    ),
+    "descriptors": ("torch._functorch._aot_autograd:descriptors", "tells parameters from inputs in a traced graph"),
+    "detect_fake_mode": ("torch._guards:detect_fake_mode", "finds the fake mode of a model's tensors"),
+    "FakeTensor": (f"{_FAKE}:FakeTensor", "tells tensors without memory from others"),
+    "FakeTensorMode": (f"{_FAKE}:FakeTensorMode", "traces a model without allocating it"),
+    "DataDependentOutput": (f"{_FAKE}:DataDependentOutputException", "sees that forward depends on values"),
+    "DynamicOutputShape": (f"{_FAKE}:DynamicOutputShapeException", "sees that a shape depends on values"),
+    "TorchDispatchMode": (
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "sees the operators of a model that cannot be traced",
+    ),
+    "pytree": ("torch.utils:_pytree", "finds the tensors in nested arguments"),
+    "disable_torch_function": ("torch._C:DisableTorchFunctionSubclass", "reads a parameter without updating it first"),
+    "set_grad_enabled": ("torch._C:_set_grad_enabled", "notices that forward enters or leaves torch.no_grad()"),
+    "backward_pass": ("torch._C:_current_graph_task_id", "numbers the backward passes (-1 is outside of any)"),
+    "storage_use_count": ("torch._C:_storage_Use_Count", "finds out that somebody else holds a view of a parameter"),
+    "autograd_node": ("torch._C:_current_autograd_node", "tells which module an operator of backward belongs to"),
+    "default_group": ("torch.distributed.distributed_c10d:_get_default_group", "finds the job's process group"),
+    "default_store": ("torch.distributed.distributed_c10d:_get_default_store", "lets ranks meet without a collective"),
+}
+"""By Offbeat's name: torch's module and name, and what Offbeat does with it."""
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names above, imported when it is asked for; OffbeatError where this torch does not have it."""
+    if name not in _REEXPORTED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(name)
+
+
+@cache
+def _find(name: str) -> Any:
+    place, purpose = _REEXPORTED[name]
+    module, _, attribute = place.partition(":")
+    try:
+        found = import_module(module)
+        return getattr(found, attribute, None) or import_module(f"{module}.{attribute}")
+    except ImportError:
+        raise OffbeatError(
+            f"torch {torch.__version__} has no {module}.{attribute}, with which Offbeat {purpose}: install another "
+            f"release of torch, or a newer Offbeat"
+        ) from None
+
+
+# Tensors and autograd
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the tensor's memory. Unlike the address it also tells tensors of the meta device apart."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors, and the Python object made here, refer to the tensor's memory."""
+    return _find("storage_use_count")(storage_of(tensor))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor has been changed in place."""
+    return tensor._version
+
+
+def stored_rows(tensor: torch.Tensor) -> int:
+    """How many rows a sparse tensor stores; unlike its indices they need not be coalesced to be counted."""
+    return tensor._nnz()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls back at the end of the backward pass that this thread is in. DDP ends its passes in the same way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def autograd_node_number() -> int | None:
+    """The place of the running node of a backward pass in the order in which forward made nodes; None between nodes."""
+    node = _find("autograd_node")()
+    return None if node is None else node._sequence_nr()
+
+
+def schema_of(operator: Any) -> Any:
+    """The names and types of an operator's arguments; None for what is no operator of torch's."""
+    return getattr(operator, "_schema", None)
+
+
+def all_overloads(operator: Any) -> Any:
+    """The operator by which torch lists its FLOP formulas; the overload itself, which has none, where it is missing."""
+    return getattr(operator, "_overloadpacket", operator)
+
+
+# Tracing
+
+
+def nested_tracing() -> AbstractContextManager[None]:
+    """Inside, forward may be traced although parts of it are compiled; without it such a model cannot be traced."""
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+
+
+def as_if_compiling() -> AbstractContextManager[Any]:
+    """Inside, libraries that look at values where they can skip work do not; without it capture runs their models."""
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that torch.compile has wrapped, or the model itself; without it Offbeat works on the wrapper."""
+    return getattr(model, "_orig_mod", model)
+
+
+def replace_compiled_call(module: torch.nn.Module, call: Any = None) -> Any:
+    """Sets what `module.compile()` has made, by default nothing, and returns what it was."""
+    before, module._compiled_call_impl = module._compiled_call_impl, call
+    return before
+
+
+# Modules
+
+
+def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module holds its own parameters, buffers and children: the dictionaries themselves."""
+    return module._parameters, module._buffers, module._modules
+
+
+def share_registries(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """The module holds the same parameters, buffers and children as the other from now on."""
+    for name in ("_parameters", "_buffers", "_modules"):
+        module.__dict__[name] = getattr(other, name)
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[MutableMapping[int, Any]]:
+    """A module's hooks of each kind, by their handles' ids; a kind under another name would be left out."""
+    for name, value in module.__dict__.items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            yield value
+
+
+def remove_forward_hooks(module: torch.nn.Module) -> None:
+    """Takes all hooks on a module's forward off."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+
+
+class ModelHooks(_Module):
+    """What a subclass of a model is told that torch has no public hook for."""
+
+    def _before_conversion(self) -> None:
+        """The model is about to be moved or converted, as `to()` and `half()` do. Not called without `_apply`."""
+
+    def _before_wrapping(self) -> None:
+        """DistributedDataParallel asks for this attribute first of all. Not called if it does not any more."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_conversion()
+        return super()._apply(*args, **kwargs)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        self._before_wrapping()
+        return []
+
+
+# Optimizers
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has registered hooks on the optimizer's `step()`."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def clear_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer empty sets of hooks on `step()`; those that it shared with another stay there."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def support_foreach(kind: type) -> None:
+    """Lets optimizers take their fast paths for parameters of this class too; without it they are slower."""
+    from torch.optim import optimizer
+
+    supported = getattr(optimizer, "_foreach_supported_types", None)
+    if supported is not None and kind not in supported:
+        supported.append(kind)
+
+
+def keep_counting(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that a learning-rate scheduler counts the steps of a step() of its present class.
+
+    The scheduler has put the former class's step() on the optimizer itself, where it would hide the new one. In a
+    release with another mark it still does.
+    """
+    mark = "_wrapped_by_lr_sched"
+    if not hasattr(vars(optimizer).get("step"), mark):
+        return
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        optimizer._opt_called = True  # what the scheduler looks at
+        return type(optimizer).step(optimizer, *arguments, **options)
+
+    setattr(step, mark, True)
+    vars(optimizer)["step"] = step
+
+
+# FSDP and DistributedDataParallel
+
+
+def is_flat_parameter(parameter: torch.Tensor) -> bool:
+    """Whether FSDP1 has made the parameter of several; False where it marks them in another way."""
+    return getattr(parameter, "_is_flat_param", False)
+
+
+def has_communication_hook(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered, of which there can be one only."""
+    return bool(model._comm_hooks)
+
+
+def sample_ddp(model: torch.nn.parallel.DistributedDataParallel, steps: int) -> None:
+    """Makes DDP's reducer time itself every so many steps."""
+    model._set_ddp_runtime_logging_sample_rate(steps)
+
+
+def ddp_counters(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, Any]:
+    """What DDP's reducer has counted, in nanoseconds."""
+    return model._get_ddp_logging_data()
+
+
+# Process groups
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend that runs a process group's collectives on tensors of this device."""
+    return group._get_backend(device)
+
+
+def all_gather_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """Starts an all-gather into one tensor, on a process group that torch.distributed does not know."""
+    return group._allgather_base(output, tensor)
+
+
+def reduce_scatter_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    """Starts a reduce-scatter of one tensor, on a process group that torch.distributed does not know."""
+    return group._reduce_scatter_base(output, tensor)
+
+
+def open_group(backend: str, store: Any, index: int, size: int, in_flight: int, timeout: timedelta) -> Any:
+    """A process group that torch.distributed does not know, so that it ends with its last reference.
+
+    Its members meet at `store`. `in_flight` collectives of gloo's run at once.
+    """
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, index, size, options)
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._threads = in_flight
+    interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
+    options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
+    return gloo(store, index, size, options)

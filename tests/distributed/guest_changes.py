@@ -1,0 +1,150 @@
+"""Training scripts with optimizers of their own, and with a model or an optimizer that changes."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from guest_job import STEPS, Job, Net, pattern
+from torch import nn
+
+import offbeat
+
+
+@pattern(optimize=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+def _fused_optimizer(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    for parameter in (model.first.bias, model.middle[0].bias, model.middle[2].bias, model.head.bias):
+        parameter.requires_grad_(False)
+    return torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@pattern(optimize=_muon)
+def _muon_optimizer(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+
+
+class Coupled(torch.optim.SGD):
+    """An optimizer of somebody's own that looks at all gradients at once."""
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm + 1.0)
+        super().step(closure)
+
+
+@pattern(optimize=lambda model: Coupled(model.parameters(), lr=0.1))
+def _own_optimizer(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+
+
+OWNERS_REFUSE = ("own_optimizer", "muon_optimizer")
+"""Patterns whose optimizer must see whole variables, or all of them at once."""
+
+
+def _freeze_middle(model: nn.Module) -> None:
+    model.middle.requires_grad_(False)
+
+
+def _sgd_of_all(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pattern(prepare=_freeze_middle, optimize=_sgd_of_all)
+def _unfrozen_later(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.model.middle.requires_grad_(True)
+        job.step(step)
+
+
+@pattern(optimize=_sgd_of_all)
+def _frozen_later(job: Job) -> None:
+    for step in range(STEPS):
+        if step in (2, 5):
+            for parameter in job.model.first.parameters():
+                parameter.requires_grad = step == 5
+        job.step(step)
+
+
+@pattern(prepare=_freeze_middle)
+def _group_added_later(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.model.middle.requires_grad_(True)
+            job.optimizer.add_param_group({"params": list(job.model.middle.parameters()), "lr": 0.01})
+        job.step(step)
+
+
+@pattern(optimize=lambda model: torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9))
+def _group_of_known_parameters(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.optimizer.add_param_group({"params": list(job.model.first.parameters())})
+        job.step(step)
+
+
+@pattern()
+def _layer_replaced(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            # Ranks draw different weights; the first rank's count.
+            torch.manual_seed(dist.get_rank())
+            job.model.head = nn.Linear(12, 3).double().to(job.device)
+            if not job.ours:
+                for parameter in job.model.head.parameters():
+                    dist.broadcast(parameter.data, 0)
+            job.optimizer.param_groups[0]["params"] = [p for p in job.model.parameters() if p.requires_grad]
+        job.step(step)
+
+
+@pattern()
+def _new_optimizer(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
+        job.step(step)
+
+
+@pattern()
+def _distributed_again(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
+            if job.ours:
+                offbeat.distribute(job.model, job.optimizer, job.strategy)
+        job.step(step)
+
+
+@pattern(optimize=lambda model: torch.optim.SGD([*model.first.parameters(), *model.middle.parameters()], lr=0.1))
+def _two_optimizers(job: Job) -> None:
+    second = torch.optim.AdamW(job.model.head.parameters(), lr=0.01)
+    for step in range(STEPS):
+        second.zero_grad()
+        job.step(step)
+        second.step()
+
+
+@pattern()
+def _converted(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.model.float()
+            job.model.double()
+        job.step(step)
+
+
+@pattern()
+def _saved_on_one_rank(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+        if dist.get_rank() == 0:
+            state = job.model.state_dict()
+            assert list(state) == list(Net().state_dict())

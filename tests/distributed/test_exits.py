@@ -1,0 +1,188 @@
+"""A job ends as its script does: with its exit code, without an abort, and without a rank that stays."""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from exit_job import PATIENCE_SECONDS
+from exits import JOB, Ended, Launcher, run_job
+
+RUNS = int(os.environ.get("OFFBEAT_EXITS", "200"))
+"""Of each way to end, in the slow tests."""
+CODES = {
+    "return": 0,
+    "exit": 3,
+    "exit_inside": 3,
+    "destroy": 0,
+    "destroy_read": 0,
+    "read": 0,
+    "read_on_one": 0,
+    "os_exit": 4,
+    "raise_both": 1,
+    "raise_forward_both": 1,
+    "raise_backward_both": 1,
+    "raise": 1,
+    "raise_forward": 1,
+    "raise_backward": 1,
+    "workers": 0,
+}
+"""Ways to end, each with the exit code of both ranks."""
+SOON_SECONDS = 40.0
+"""Within which a rank ends when it has lost the other, on a busy machine; collectives wait for 60."""
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Generator[Launcher, None, None]:
+    started = Launcher()
+    yield started
+    started.close()
+
+
+def assert_clean(ended: list[Ended], codes: list[int | None]) -> None:
+    for rank, end in enumerate(ended):
+        assert end.code == codes[rank], (
+            f"rank {rank} ended with {end.code} after {end.seconds:.1f} s: {end.said[-2000:]}"
+        )
+        for word in ("terminate called", "what():", "Fatal Python error", "Exception ignored", "Exception in thread"):
+            assert word not in end.said, end.said[-2000:]
+
+
+def assert_names_the_other(end: Ended) -> None:
+    last = end.said.strip().splitlines()[-1]
+    assert re.search(r"WorkerLost: rank 0 was waiting for .*: rank 1 gave no sign of life", last), end.said[-2000:]
+
+
+def end_by_itself(launcher: Launcher, folder: Path, name: str, steps: int, ending: str, inside: str = "") -> None:
+    inside = str(folder / "trace") if inside == "recorder" else inside
+    ended = run_job(launcher, folder, name, str(steps), ending, inside)
+    assert_clean(ended, [CODES[ending]] * 2)
+    if ending.startswith("raise"):
+        assert "Planned: the script failed" in ended[1].said
+        if not ending.endswith("_both"):
+            assert_names_the_other(ended[0])
+
+
+def end_by_signal(
+    launcher: Launcher, folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float
+) -> None:
+    blows = [(rank, number) for rank in ranks]
+    ended = run_job(launcher, folder, name, "1", "signal", after="step 3", signals=blows, delay=delay)
+    assert_clean(ended, [-number if rank in ranks else 1 for rank in range(2)])
+    assert max(end.seconds for end in ended) < SOON_SECONDS
+    if ranks == (1,):
+        assert_names_the_other(ended[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "ending", "inside"),
+    [
+        ("overlap", 6, "return", ""),
+        ("auto", 10, "destroy", ""),
+        ("stale", 3, "exit_inside", "recorder"),
+        pytest.param("sharded", 3, "destroy_read", "monitor", marks=pytest.mark.slow),
+        pytest.param("ps_load_balanced", 3, "read_on_one", "", marks=pytest.mark.slow),
+        ("asynchronous_both", 1, "return", ""),
+        ("asynchronous", 3, "raise", ""),
+        ("overlap_batchnorm", 3, "raise_backward", "recorder"),
+        pytest.param("overlap", 3, "raise_backward_both", "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_ends_as_its_script_does(
+    launcher: Launcher, tmp_path: Path, name: str, steps: int, ending: str, inside: str
+) -> None:
+    end_by_itself(launcher, tmp_path, name, steps, ending, inside)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "ranks"),
+    [
+        ("overlap", signal.SIGINT, (0, 1)),
+        ("asynchronous_both", signal.SIGINT, (1,)),
+        pytest.param("ps_load_balanced", signal.SIGTERM, (1,), marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_ends_by_signals(
+    launcher: Launcher, tmp_path: Path, name: str, number: int, ranks: tuple[int, ...]
+) -> None:
+    end_by_signal(launcher, tmp_path, name, number, ranks, 0.05)
+
+
+@pytest.mark.parametrize("name", ["overlap", pytest.param("asynchronous_both", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_does_not_keep_the_other_from_ending(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    first, _ = run_job(launcher, tmp_path, name, "3", "hang", after="step 3", leave=(1,))
+    assert_clean([first], [0])
+    assert first.seconds < PATIENCE_SECONDS + SOON_SECONDS
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_hangs(launcher: Launcher, tmp_path: Path) -> None:
+    # By the time of the second signal rank 0 stands in a wait.
+    first, _ = run_job(
+        launcher,
+        tmp_path,
+        "overlap",
+        "1",
+        "signal",
+        after="step 3",
+        signals=[(1, signal.SIGSTOP), (0, signal.SIGINT)],
+        delay=1.0,
+        leave=(1,),
+    )
+    assert_clean([first], [-signal.SIGINT])
+    assert first.seconds < SOON_SECONDS
+
+
+def test_torchrun_sees_no_failed_job(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB)]
+    ended = subprocess.run(
+        [*command, "auto", "3", "return"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "terminate called" not in ended.stderr
+
+
+STRATEGIES = (
+    "overlap",
+    "ddp",
+    "ps_load_balanced",
+    "sharded",
+    "auto",
+    "stale",
+    "stale_server",
+    "asynchronous",
+    "asynchronous_both",
+    "overlap_batchnorm",
+)
+STEPS = (1, 3, 6, 10, 16)
+"""The tuner records from step 8 on, and its first trial begins with step 14."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ending", CODES)
+def test_every_way_to_end_many_times(launcher: Launcher, tmp_path: Path, ending: str) -> None:
+    jobs = list(itertools.product(STRATEGIES, STEPS, ("", "recorder", "monitor")))
+    random.Random(ending).shuffle(jobs)
+    for run, (name, steps, inside) in zip(range(RUNS), itertools.cycle(jobs), strict=False):
+        end_by_itself(launcher, tmp_path / str(run), name, steps, ending, inside)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_every_signal_many_times(launcher: Launcher, tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
+    chance = random.Random(number)
+    for run, name in zip(range(RUNS), itertools.cycle(STRATEGIES), strict=False):
+        end_by_signal(launcher, tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2))

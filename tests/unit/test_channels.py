@@ -1,0 +1,238 @@
+"""Channels do the same in memory and on gloo, whose ranks are threads of this process here."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_memory import run_ranks, run_to_end
+from memory_job import Collective, MemoryJob, MemoryWorld
+
+from offbeat.runtime.comm import Channel, CommunicationFailed
+from offbeat.runtime.comm.torch_channel import TorchChannel
+from offbeat.torch_private import open_group
+
+RINGS = [(1, 0), (2, 0, 1), (2, 0, 3, 1)]
+TIMEOUT = timedelta(seconds=10)
+SHORT = timedelta(seconds=0.2)
+ELEMENTS = 12
+
+
+def on_channels(kind: str, ring: tuple[int, ...], function: Callable[[Channel, int], Any]) -> list[Any]:
+    """Runs `function(channel, rank)` on every rank of a ring."""
+    store = dist.HashStore()
+
+    def body(world: MemoryWorld) -> Any:
+        channel: Channel
+        if kind == "gloo":
+            group = open_group("gloo", store, ring.index(world.rank), len(ring), 2, TIMEOUT)
+            channel = TorchChannel(group, ring, world.rank, list)
+        else:
+            channel = world.open_channel("test", ring, 2, TIMEOUT)
+        result = function(channel, world.rank)
+        world.all_gather_object(None)  # gloo's sockets must not close while others read
+        channel.close()
+        return result
+
+    return run_ranks(len(ring), body, MemoryJob(len(ring), seed=3 if kind == "random" else None))
+
+
+def given(rank: int, salt: int = 0) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(10 * rank + salt))
+
+
+def in_ring_order(ring: tuple[int, ...], salt: int = 0) -> torch.Tensor:
+    first, *others = ring
+    total = given(first, salt)
+    for rank in others:
+        total = total + given(rank, salt)
+    return total
+
+
+@pytest.fixture(params=["memory", "random", "gloo"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=len)
+def test_sums(kind: str, ring: tuple[int, ...]) -> None:
+    def body(channel: Channel, rank: int) -> list[torch.Tensor]:
+        root, mine = ring[-1], given(rank)
+        part = torch.empty(ELEMENTS // channel.size)
+        reduced = given(rank)
+        works = [channel.all_reduce(mine), channel.reduce(reduced, root), channel.reduce_scatter(part, given(rank))]
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+        return [mine, reduced, part]
+
+    total = in_ring_order(ring)
+    found = dict(enumerate(on_channels(kind, ring, body)))
+    for rank, (summed, _, part) in found.items():
+        assert torch.equal(summed, found[ring[0]][0])
+        torch.testing.assert_close(summed, total)
+        torch.testing.assert_close(part, total.view(len(ring), -1)[ring.index(rank)])
+    torch.testing.assert_close(found[ring[-1]][1], total)
+    if kind != "gloo":
+        assert torch.equal(found[0][0], total)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=len)
+def test_copies(kind: str, ring: tuple[int, ...]) -> None:
+    def body(channel: Channel, rank: int) -> list[torch.Tensor]:
+        root = ring[-1]
+        copied, everybodys = given(rank), torch.empty(ELEMENTS * channel.size)
+        outputs = [torch.empty(ELEMENTS) for _ in ring] if rank == root else []
+        works = [
+            channel.broadcast(copied, root),
+            channel.all_gather(everybodys, given(rank)),
+            channel.gather(outputs, given(rank), root),
+        ]
+        for work in reversed(works):
+            work.wait()
+        return [copied, everybodys, torch.cat(outputs) if outputs else everybodys]
+
+    gathered = torch.cat([given(rank) for rank in ring])
+    for copied, everybodys, roots in on_channels(kind, ring, body):
+        assert torch.equal(copied, given(ring[-1]))
+        assert torch.equal(everybodys, gathered)
+        assert torch.equal(roots, gathered)
+
+
+def test_messages_between_two_ranks_keep_their_order(kind: str) -> None:
+    def body(channel: Channel, rank: int) -> list[float]:
+        if rank == 0:
+            for number in (1.0, 2.0):
+                channel.send(torch.tensor([number]), 1, 5)
+            answer = torch.zeros(1)
+            channel.recv(answer, 1, 6)
+            return [float(answer)]
+        first, second = torch.zeros(1), torch.zeros(1)
+        channel.recv(first, 0, 5)
+        channel.recv(second, 0, 5)
+        channel.send(first + second, 0, 6)
+        return [float(first), float(second)]
+
+    assert on_channels(kind, (0, 1), body) == [[3.0], [1.0, 2.0]]
+
+
+def test_ends_are_reported(kind: str) -> None:
+    def body(channel: Channel, rank: int) -> bool:
+        ended = threading.Event()
+        work = channel.all_reduce(given(rank))
+        work.report_end(lambda _: ended.set())
+        work.wait()
+        return ended.wait(5)
+
+    assert all(on_channels(kind, (0, 1), body))
+
+
+def test_a_collective_starts_without_the_others() -> None:
+    started = threading.Event()
+
+    def body(channel: Channel, rank: int) -> bool:
+        if rank:
+            assert started.wait(5)
+            channel.all_reduce(given(rank)).wait()
+            return False
+        work = channel.all_reduce(given(rank))
+        early = work.is_completed()
+        started.set()
+        work.wait()
+        return early or not work.is_completed()
+
+    assert on_channels("memory", (0, 1), body) == [False, False]
+
+
+def test_a_seed_varies_the_order_in_which_collectives_complete() -> None:
+    def ends(seed: int | None) -> list[int]:
+        order: list[int] = []
+        job = MemoryJob(2, seed=seed, before=lambda collective: order.append(collective.number))
+
+        def body(world: MemoryWorld) -> None:
+            channel = world.open_channel("test", (0, 1), 2, TIMEOUT)
+            works = [channel.all_reduce(given(world.rank)) for _ in range(6)]
+            for work in works:
+                work.wait()
+
+        run_ranks(2, body, job)
+        return order
+
+    assert ends(None) == list(range(6))
+    assert any(ends(seed) != list(range(6)) for seed in range(5))
+
+
+def failures(job: MemoryJob, body: Callable[[MemoryWorld], Any]) -> list[BaseException]:
+    outcomes, _ = run_to_end(job, body)
+    assert all(isinstance(outcome, BaseException) for outcome in outcomes)
+    return outcomes
+
+
+def reduce_once(world: MemoryWorld, timeout: timedelta = TIMEOUT) -> None:
+    everyone = tuple(range(world.size))
+    world.open_channel("test", everyone, 1, timeout).all_reduce(given(world.rank)).wait()
+
+
+def test_ranks_that_put_in_different_collectives_all_hear_of_it() -> None:
+    def body(world: MemoryWorld) -> None:
+        channel = world.open_channel("test", (0, 1), 1, TIMEOUT)
+        channel.all_reduce(torch.zeros(3 + world.rank)).wait()
+
+    for error in failures(MemoryJob(2), body):
+        assert isinstance(error, CommunicationFailed)
+        assert "rank 1 put Signature(kind='all_reduce', root=None, elements=4" in str(error)
+
+
+def test_a_rank_that_stops_is_named_by_all_others() -> None:
+    def body(world: MemoryWorld) -> None:
+        if world.rank == 2:
+            raise KeyError("stopped")
+        reduce_once(world)
+
+    outcomes = failures(MemoryJob(4), body)
+    assert isinstance(outcomes.pop(2), KeyError)
+    for error in outcomes:
+        assert isinstance(error, CommunicationFailed)
+        assert "has left test" in str(error)
+        assert error.lost_ranks() == [2]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
+    over = threading.Event()
+
+    def body(world: MemoryWorld) -> None:
+        if world.rank == 1:
+            assert over.wait(5)
+            return
+        try:
+            reduce_once(world, SHORT)
+        finally:
+            over.set()
+
+    outcomes, _ = run_to_end(MemoryJob(2), body)
+    assert isinstance(outcomes[0], CommunicationFailed)
+    assert outcomes[0].lost_ranks() == [1]
+
+
+def test_an_error_in_a_collective_reaches_every_rank() -> None:
+    def breaks(collective: Collective) -> None:
+        raise OSError(f"no route to host in {collective.kind}")
+
+    for error in failures(MemoryJob(3, before=breaks), reduce_once):
+        assert isinstance(error, CommunicationFailed)
+        assert str(error) == "no route to host in all_reduce"
+        assert error.lost_ranks() == []
+
+
+def test_a_world_shares_values_objects_and_tensors() -> None:
+    def body(world: MemoryWorld) -> Any:
+        if world.rank == 1:
+            world.set("key", b"value")
+        tensor = given(world.rank)
+        world.broadcast(tensor, 2)
+        return world.get("key"), world.all_gather_object({"rank": world.rank}), torch.equal(tensor, given(2))
+
+    assert run_ranks(3, body) == [(b"value", [{"rank": rank} for rank in range(3)], True)] * 3

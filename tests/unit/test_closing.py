@@ -1,0 +1,176 @@
+"""Channels on gloo, whose ranks are threads of this process here, close in time and leave no thread."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat.profile import listen
+from offbeat.runtime import lifetime
+from offbeat.runtime.comm import CommunicationFailed, TorchWorld
+from offbeat.runtime.comm.connections import open_sockets
+from offbeat.runtime.comm.torch_channel import TorchChannel
+from offbeat.torch_private import open_group
+
+LONG = timedelta(seconds=60)
+LATE_SECONDS = 0.3
+
+
+def both(function: Callable[[int], Any]) -> list[Any]:
+    """What two ranks return."""
+    with ThreadPoolExecutor(2) as ranks:
+        return [future.result(timeout=30) for future in [ranks.submit(function, rank) for rank in range(2)]]
+
+
+def open_channels() -> list[TorchChannel]:
+    store = dist.HashStore()
+    before = open_sockets()
+    groups = both(lambda rank: open_group("gloo", store, rank, 2, 2, LONG))
+    # The ranks share this process, and so their sockets cannot be told apart.
+    sockets = open_sockets() - before
+    return [TorchChannel(group, (0, 1), rank, list, sockets) for rank, group in enumerate(groups)]
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_channel_that_closes_waits_for_others_to_do_their_part() -> None:
+    first, second = open_channels()
+    first.all_reduce(torch.ones(1))  # nobody keeps the work
+    late = torch.ones(1)
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            first.close(time.monotonic() + 20)
+        else:
+            time.sleep(LATE_SECONDS)
+            second.all_reduce(late).wait()
+
+    both(body)
+    second.close()
+    assert late.item() == 2.0
+
+
+def test_a_channel_breaks_off_what_does_not_end_in_time() -> None:
+    before = threads()
+    first, second = open_channels()
+    work = first.all_reduce(torch.ones(1))
+    reported = threading.Event()
+    work.report_end(lambda _: reported.set())
+    began = time.monotonic()
+    first.close(began + LATE_SECONDS)
+    assert LATE_SECONDS < time.monotonic() - began < 10
+    assert reported.is_set()
+    with pytest.raises(CommunicationFailed):
+        work.wait()
+    with pytest.raises(CommunicationFailed):
+        second.all_reduce(torch.ones(1)).wait()
+    second.close()
+    del work  # it holds a part of the group
+    assert threads() == before
+
+
+def test_a_message_that_nobody_sends_is_broken_off_too() -> None:
+    first, second = open_channels()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(CommunicationFailed):
+                first.recv(torch.ones(1), 1, 1)
+            with pytest.raises(CommunicationFailed, match="the channel is closed"):
+                first.recv(torch.ones(1), 1, 1)
+        else:
+            time.sleep(LATE_SECONDS)
+            first.close(time.monotonic())
+
+    both(body)
+    second.close()
+
+
+class LostStore:
+    """A store whose process has ended."""
+
+    timeout = timedelta(seconds=1)
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError(f"failed to recv {keys[0]}")
+
+
+def test_a_store_that_is_gone_is_a_failure_of_communication() -> None:
+    world = TorchWorld.__new__(TorchWorld)
+    world.store, world.liveness = LostStore(), None
+    with pytest.raises(CommunicationFailed, match="failed to recv answer"):
+        world.get("answer")
+
+
+class Unended:
+    """A work that ends after some looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_recorder_waits_for_the_reports_of_plain_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(listen, "close_at_exit", asked.append)
+    reports = listen.ReportsUnderWay()
+    works = [Unended(0), Unended(5), Unended(3)]
+    for work in works:
+        reports.add(work)
+    assert asked == [reports]
+    reports.close(time.monotonic() + 10)
+    assert max(work.looks for work in works) < 0
+    reports.add(Unended(10**9))
+    reports.close(time.monotonic())
+
+
+class Runtime:
+    """Something to be closed."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.deadlines: list[float] = []
+
+    def close(self, deadline: float) -> None:
+        self.deadlines.append(deadline)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, OSError("no route"), KeyboardInterrupt()])
+def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+    runtimes = [Runtime(error), Runtime(error)]
+    monkeypatch.setattr(lifetime, "_alive", runtimes)
+    lifetime._close_all(os.getpid())
+    assert all(runtime.deadlines for runtime in runtimes)
+    # Who presses Ctrl-C once more does not wait any longer.
+    waits = runtimes[-1].deadlines[-1] > time.monotonic()
+    assert waits is not isinstance(error, KeyboardInterrupt)
+
+
+def test_a_forked_process_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(lifetime, "_alive", [runtime])
+    lifetime._close_all(os.getpid() + 1)
+    assert not runtime.deadlines
+
+
+def test_a_script_that_failed_does_not_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(lifetime, "_alive", [runtime])
+    monkeypatch.setattr("sys.last_type", ValueError, raising=False)
+    lifetime._close_all(os.getpid())
+    assert runtime.deadlines[0] < time.monotonic() + lifetime.FAILED_GRACE_SECONDS

@@ -1,0 +1,130 @@
+"""When a rank stops or a collective fails, every other rank says so and ends."""
+
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from in_memory import distributed, fresh, run_to_end, train
+from memory_job import Collective, MemoryJob, MemoryWorld
+from reference import graph_of, make_strategy
+from small_strategies import OPTIONS
+
+from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
+from offbeat.runtime.faults import WorkerLost
+from offbeat.strategy import Strategy, build_strategy
+
+RANKS, VICTIM = 4, 2
+CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=2)
+KINDS = ("all_reduce", "overlap", "ddp", "ps_load_balanced", "sharded", "poseidon", "parallax")
+TASK = r"task m\d+\.\w+\[\d+:\d+\] \([\w., …]+\) with ranks \[[\d, ]+\]"
+
+
+def job(builder: str) -> tuple[Any, ClusterSpec, Strategy]:
+    graph = graph_of("everything", torch.float64, "sgd")
+    given = {"builder": builder, "options": OPTIONS.get(builder, {})}
+    return graph, CLUSTER, make_strategy(given, graph, CLUSTER, None)
+
+
+def train_forever(world: MemoryWorld, builder: str, timeout: timedelta = timedelta(seconds=20)) -> None:
+    model, optimizer = fresh(world, "everything", "sgd")
+    with distributed(world, model, optimizer, job(builder), timeout):
+        train(world, "everything", model, optimizer, range(100))
+
+
+class Stopped(Exception):
+    """What ends the victim."""
+
+
+def stops_after(model: torch.nn.Module, forwards: int) -> None:
+    left = [None] * forwards
+
+    def count(*_: Any) -> None:
+        if not left:
+            raise Stopped
+        left.pop()
+
+    model.register_forward_pre_hook(count)
+
+
+@pytest.mark.parametrize("builder", KINDS)
+def test_survivors_name_the_rank_that_stopped(builder: str) -> None:
+    def rank(world: MemoryWorld) -> None:
+        model, optimizer = fresh(world, "everything", "sgd")
+        if world.rank == VICTIM:
+            stops_after(model, 2)
+        with distributed(world, model, optimizer, job(builder)):
+            train(world, "everything", model, optimizer, range(100))
+
+    outcomes, _ = run_to_end(MemoryJob(RANKS, seed=1), rank)
+    assert isinstance(outcomes.pop(VICTIM), Stopped)
+    for error in outcomes:
+        assert isinstance(error, WorkerLost), error
+        assert f": rank {VICTIM} gave no sign of life (" in str(error)
+    assert any(re.search(rf"rank \d was waiting for {TASK}: ", str(error)) for error in outcomes)
+
+
+def test_an_error_in_the_first_forward_is_the_models_own() -> None:
+    """It is watched for uses of variables, which must not get between the error and the user."""
+
+    def rank(world: MemoryWorld) -> None:
+        model, optimizer = fresh(world, "everything", "sgd")
+        stops_after(model.dense, 0)
+        with distributed(world, model, optimizer, job("overlap")):
+            train(world, "everything", model, optimizer, range(1))
+
+    outcomes, _ = run_to_end(MemoryJob(RANKS), rank)
+    assert [type(outcome) for outcome in outcomes] == [Stopped] * RANKS
+
+
+def test_survivors_name_the_rank_that_hangs() -> None:
+    over = threading.Event()
+
+    def rank(world: MemoryWorld) -> None:
+        model, optimizer = fresh(world, "everything", "sgd")
+        if world.rank == VICTIM:
+            model.register_forward_pre_hook(lambda *_: over.wait(20) and None)
+        try:
+            with distributed(world, model, optimizer, job("overlap"), timedelta(seconds=0.3)):
+                train(world, "everything", model, optimizer, range(100))
+        finally:
+            over.set()
+
+    outcomes, errors = run_to_end(MemoryJob(RANKS), rank)
+    assert all(isinstance(outcome, WorkerLost) for index, outcome in enumerate(outcomes) if index != VICTIM)
+    assert f": rank {VICTIM} gave no sign of life (timed out after 0.3 s" in str(errors[0])
+
+
+@pytest.mark.parametrize("builder", KINDS)
+def test_an_error_in_a_collective_ends_every_rank(builder: str) -> None:
+    def breaks(collective: Collective) -> None:
+        if "/up/" in collective.channel and collective.number > 20:
+            raise OSError("no route to host")
+
+    outcomes, errors = run_to_end(MemoryJob(RANKS, before=breaks), lambda world: train_forever(world, builder))
+    assert all(isinstance(outcome, WorkerLost) for outcome in outcomes)
+    assert re.fullmatch(rf"rank \d was waiting for {TASK}: a rank failed or left \(no route to host\)", str(errors[0]))
+
+
+@pytest.mark.parametrize("about", ["model", "strategy"])
+def test_ranks_that_disagree_are_refused_everywhere(about: str) -> None:
+    def rank(world: MemoryWorld) -> None:
+        odd = world.rank == 3
+        name = "cnn" if odd and about == "model" else "mlp"
+        graph = graph_of(name, torch.float64, "sgd")
+        strategy = build_strategy("sharded" if odd and about == "strategy" else "overlap", graph, CLUSTER)
+        model = small_models.make(name)
+        optimizer = small_models.make_optimizer("sgd", model.parameters())
+        with distributed(world, model, optimizer, (graph, CLUSTER, strategy)):
+            raise AssertionError("nobody gets here")
+
+    for name in ("mlp", "cnn"):
+        graph_of(name, torch.float64, "sgd")
+    outcomes, _ = run_to_end(MemoryJob(RANKS), rank)
+    for error in outcomes:
+        assert isinstance(error, StrategyError)
+        assert str(error) == f"rank 3 has another {about} than rank 0"

@@ -1,0 +1,148 @@
+"""Training loops that once went wrong, each against averaging by hand on ranks in memory."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from loop_job import Job, Way
+from random_loops import Loop, compare
+
+SERVERS: Way = ("ps_load_balanced", 0, "auto", True)
+SHARDED: Way = ("sharded", 0, "auto", True)
+PARTS: Way = ("partitioned_ps", 0, "auto", True)
+OVERLAP: Way = ("overlap", 0, "auto", True)
+FACTORS: Way = ("random", 814694, "auto", True)
+"""Sends the factors of the head's weight in the model "tied"."""
+
+
+def assert_same(
+    body: Callable[[Job], None], way: Way, model: str = "dense", optimizer: str = "sgd", *, held_back: bool = False
+) -> None:
+    loop = Loop(0, 3, model, optimizer, way, False, held_back, ())
+    assert compare(loop, body, tolerance=1e-12) == ""
+
+
+def step(job: Job) -> None:
+    job.optimizer.zero_grad()
+    job.backward(job.forward())
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize("way", [SERVERS, SHARDED, PARTS])
+def test_a_step_without_a_backward_pass_applies_the_same_gradients_again(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        step(job)
+        job.optimizer.step()
+
+    assert_same(body, way)
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+def test_a_plan_may_change_between_backward_and_step(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.optimizer.zero_grad()
+        job.backward(job.forward())
+        job.switch(SHARDED)
+        job.optimizer.step()
+
+    assert_same(body, way)
+
+
+def test_gradients_that_owners_keep_survive_a_change_of_plan() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.switch(OVERLAP)
+        for parameter in job.model.parameters():
+            job.see("gradient", parameter.grad)
+
+    assert_same(body, SERVERS)
+
+
+def test_views_kept_from_before_a_change_of_plan_see_later_updates() -> None:
+    def body(job: Job) -> None:
+        views = [parameter.data for parameter in job.model.parameters()]
+        step(job)
+        job.switch(SERVERS)
+        step(job)
+        for view in views:
+            job.see("view", view)
+
+    assert_same(body, OVERLAP)
+
+
+def test_a_gradient_read_after_the_step_leaves_outstanding_updates_right() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        step(job)
+        job.see("gradient", job.model.head.bias.grad)
+
+    # Only some of its variables have owners.
+    assert_same(body, ("random", 260860, "auto", True), optimizer="rmsprop")
+
+
+def test_factors_add_to_gradients_of_earlier_passes() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for _ in range(2):
+            job.backward(job.forward())
+        job.optimizer.step()
+
+    assert_same(body, FACTORS, "tied")
+
+
+def test_factors_of_passes_that_were_forgotten_are_not_sent() -> None:
+    def body(job: Job) -> None:
+        job.backward(job.forward(), sync=False)
+        job.model.zero_grad()
+        step(job)
+
+    assert_same(body, FACTORS, "tied")
+
+
+def test_gradients_of_a_sparse_server_can_be_read_and_kept() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.backward(job.forward())
+            job.see("gradient", job.model.first.weight.grad)
+            job.optimizer.step()
+
+    assert_same(body, ("parallax", 0, "auto", True), "sparse")
+
+
+def test_gradients_of_a_table_with_sparse_and_dense_shards_can_be_read() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.backward(job.forward())
+        job.see("gradient", job.model.first.weight.grad)
+
+    assert_same(body, ("random", 377026, "auto", True), "sparse")
+
+
+def test_what_is_written_to_a_parameter_without_an_optimizer_stays() -> None:
+    def body(job: Job) -> None:
+        job.model.head.weight.data = torch.ones_like(job.model.head.weight.data)
+        step(job)
+
+    assert_same(body, SERVERS, held_back=True)
+
+
+def test_a_variable_in_parts_may_get_another_memory() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for parameter in job.model.parameters():
+            parameter.data = parameter.data * 0.5
+        step(job)
+
+    assert_same(body, ("random", 86838, "auto", True), "tied")
+
+
+@pytest.mark.parametrize("seed", [293744])
+def test_state_that_is_kept_apart_is_saved(seed: int) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for number, state in sorted(job.optimizer.state_dict()["state"].items()):
+            job.see(f"momentum of {number}", state["momentum_buffer"])
+
+    assert_same(body, ("random", seed, "auto", False), "normed", "decay")
