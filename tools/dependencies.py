@@ -44,6 +44,7 @@ REASONS = {
     "mypy": "Development: types.",
     "psutil": "Development: processes and memory in tests.",
     "pytest": "Development: tests.",
+    "pytest-rerunfailures": "Development: a timing test fails only if it does so three times.",
     "pytest-timeout": "Development: a hung distributed test ends.",
     "pytest-xdist": "Development: unit tests on two cores.",
     "selenium": "Development: drives a browser in tests of the live page.",

@@ -41,13 +41,15 @@ from offbeat.runtime.faults import explain
 from offbeat.runtime.memory import MicroBatches
 from offbeat.timeline import Kind
 
-TICKS = 32
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
 
 
 class Recorder:
     """Records every step of a job between `with` and the end of the block, on every rank."""
+
+    ticks = 32
+    """Messages with which a rank compares its clock with rank 0's, before and after the steps."""
 
     @checked
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
@@ -260,7 +262,7 @@ class Recorder:
         tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         times = []
         for peer in range(1, dist.get_world_size()) if self.rank == 0 else (self.rank,):
-            for _ in range(TICKS):
+            for _ in range(self.ticks):
                 begin = time.perf_counter()
                 if self.rank == 0:
                     dist.send(tensor, peer)
@@ -358,6 +360,9 @@ def is_trained(module: torch.nn.Module) -> bool:
 
 class MemoryRecorder(Recorder):
     """Keeps the lines in memory, for a job that looks at itself while it runs."""
+
+    ticks = 6
+    """Few, because a training step waits for them."""
 
     def __init__(self) -> None:
         super().__init__("", calibrate=False)
