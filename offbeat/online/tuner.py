@@ -44,10 +44,14 @@ MOST_STEPS = 120
 MOST_TRIALS = 3
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
-CLOSE, CLOSE_WHEN_SLOW = 0.25, 1.0
-"""A plan of another kind is tried too if its prediction is within this share of the present plan's real steps, or
-within the second where those take `SLOW` times what was predicted: replay knows nothing of processors that compute and
-communication share."""
+DDP = "barrier"
+"""The kind of plan that does what DDP does."""
+DDP_STEPS = SETTLING_STEPS + 3 * 2 * (1 + BLOCK_STEPS)
+"""Kept for a trial of it while other plans are on trial: as many as the shortest verdict takes."""
+CLOSE, FAR = 0.25, 1.0
+"""A plan of another kind is tried too if its prediction exceeds the present plan's real steps by at most this share.
+The second holds for DDP's own way, and for every plan where steps take `SLOW` times what was predicted: replay knows
+nothing of processors that compute and communication share."""
 SLOW = 1.1
 WATCHED_STEPS = 25
 DRIFT = 0.2
@@ -125,11 +129,11 @@ class Tuner:
         spent = 0
         tried: list[str] = []
         for _ in range(MOST_TRIALS):
-            chosen = self._agree(self._worth_trying(found, tried) if found else None)
+            chosen = self._agree(worth_trying(found, tried, self.usual) if found else None)
             if chosen is None or spent >= MOST_STEPS:
                 break
             tried.append(chosen["kind"])
-            spent += yield from self._try(chosen)
+            spent += yield from self._try(chosen, MOST_STEPS - spent)
         if answered and not tried:
             self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
 
@@ -151,7 +155,7 @@ class Tuner:
             if state["done"]:
                 return True, found
 
-    def _try(self, chosen: dict[str, Any]) -> Generator[None, None, int]:
+    def _try(self, chosen: dict[str, Any], most_steps: int) -> Generator[None, None, int]:
         """Times the plan in force and another in alternating blocks, and goes on with the faster; the steps it took."""
         graph, old = self.graph, self.runtime.plan
         self.graph = ModelGraph.from_json(chosen["graph"])
@@ -167,7 +171,7 @@ class Tuner:
             verdict.add(*((second, first) if new_runs else (first, second)))
             new_runs = not new_runs
             spent += 2 * (1 + BLOCK_STEPS)
-            over = spent >= MOST_STEPS
+            over = spent + 2 * (1 + BLOCK_STEPS) > most_steps - chosen["reserved"]
             decision = self._agree("give up" if over and verdict.decision == "open" else verdict.decision)
         before, after = median(verdict.old), median(verdict.new)
         kept = decision == "keep"
@@ -298,19 +302,22 @@ class Tuner:
         asked = self.runtime.plan.strategy.schedule.mode == "barrier"
         return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
 
-    def _worth_trying(self, found: dict[str, Any], tried: list[str]) -> dict[str, Any] | None:
-        """The quickest candidate of a kind that has not been tried, if it may be quicker than the present plan."""
-        present = next(each for each in found["candidates"] if each["name"] == "present")
-        close = CLOSE_WHEN_SLOW if self.usual > SLOW * present["seconds"] else CLOSE
-        seen = list(tried)
-        for each in found["candidates"]:
-            if each is present or each["kind"] in seen:
-                continue
-            promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
-            if promising or (each["kind"] != present["kind"] and each["seconds"] < self.usual * (1 + close)):
-                return {**each, "graph": found["graph"]}
-            seen.append(each["kind"])
-        return None
+
+def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[str, Any] | None:
+    """The quickest candidate of a kind that has not been tried, if it may be quicker than steps of `usual` seconds."""
+    present = next(each for each in found["candidates"] if each["name"] == "present")
+    seen = list(tried)
+    for each in found["candidates"]:
+        kind = each["kind"]
+        if each is present or kind in seen:
+            continue
+        close = FAR if kind == DDP or usual > SLOW * present["seconds"] else CLOSE
+        promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
+        if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
+            reserved = 0 if DDP in (kind, present["kind"], *tried) else DDP_STEPS
+            return {**each, "graph": found["graph"], "reserved": reserved}
+        seen.append(kind)
+    return None
 
 
 def _predict(graph: str, costs: dict[str, Any], plan: Plan) -> Timeline:

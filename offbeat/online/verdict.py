@@ -8,7 +8,7 @@ once it is as small as `HOPELESS` or no pair is left. Two equal plans pass in 7 
 
 from dataclasses import dataclass, field
 from math import log, sqrt
-from statistics import mean, median, stdev
+from statistics import fmean, median
 from typing import Literal
 
 NEEDED = {3: 7.0, 4: 4.5, 5: 3.6, 6: 3.2, 7: 3.0, 8: 3.0, 9: 3.0, 10: 1.9}
@@ -34,7 +34,9 @@ class Verdict:
         pairs = len(gains)
         if pairs < min(NEEDED):
             return "open"
-        sureness = mean(gains) * sqrt(pairs) / max(stdev(gains), 1e-9)
+        mean = fmean(gains)
+        spread = sqrt(sum((gain - mean) ** 2 for gain in gains) / (pairs - 1))
+        sureness = mean * sqrt(pairs) / max(spread, 1e-9)
         if sureness >= NEEDED[pairs]:
             return "keep"
         return "give up" if sureness <= HOPELESS or pairs == max(NEEDED) else "open"

@@ -19,7 +19,7 @@ from offbeat.cli.emulate import run_shown
 from offbeat.emulate import Emulation, RankError
 from offbeat.errors import EmulationError, OffbeatError
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.timing]
+pytestmark = pytest.mark.timeout(120)
 
 MEBIBYTE = 2**20
 ATTEMPTS = 5
@@ -109,6 +109,7 @@ def _connected(host: str, port: int) -> socket.socket:
             time.sleep(0.02)
 
 
+@pytest.mark.timing
 def test_all_reduce_of_16_mib_fills_the_links_of_four_hosts(emulated_cluster):
     cluster = emulated_cluster(4, "1Gbit/s")
     size = 16 * MEBIBYTE
@@ -126,6 +127,7 @@ def test_all_reduce_of_16_mib_fills_the_links_of_four_hosts(emulated_cluster):
     pytest.fail(f"the medians of {ATTEMPTS} runs reach {medians} of the link")
 
 
+@pytest.mark.timing
 def test_each_host_has_its_own_bandwidth_in_both_directions(emulated_cluster):
     cluster = emulated_cluster(["1Gbit/s", "100Mbit/s", "400Mbit/s"])
     assert [host.bandwidth_bytes_per_second for host in cluster.hosts] == [125e6, 12.5e6, 50e6]
@@ -133,6 +135,7 @@ def test_each_host_has_its_own_bandwidth_in_both_directions(emulated_cluster):
         _assert_rate(cluster, sender, receiver, expected)
 
 
+@pytest.mark.timing
 def test_bandwidth_changes_while_ranks_run(emulated_cluster):
     cluster = emulated_cluster(2, "400Mbit/s")
     job = threading.Thread(target=cluster.run_function, args=(stream_for, 4.0), kwargs={"timeout": 20})
@@ -148,6 +151,7 @@ def test_bandwidth_changes_while_ranks_run(emulated_cluster):
     assert cluster.hosts[0].bandwidth_bytes_per_second == 10e6
 
 
+@pytest.mark.timing
 def test_unlimited_links_are_not_shaped(emulated_cluster):
     cluster = emulated_cluster([None, "80Mbit/s"])
     cluster.set_bandwidth(1, None)
@@ -155,6 +159,7 @@ def test_unlimited_links_are_not_shaped(emulated_cluster):
     assert max(cluster.run_function(transfer_rate, 0, 1, 64 * MEBIBYTE, timeout=20)) > 60e6
 
 
+@pytest.mark.timing
 def test_two_emulations_side_by_side_do_not_meet(emulated_cluster):
     first, second = emulated_cluster(2, "200Mbit/s"), emulated_cluster(2, "16Mbit/s")
     assert {host.address for host in first.hosts} == {host.address for host in second.hosts}
@@ -199,6 +204,7 @@ def test_failed_rank_stops_the_others_and_is_named(emulated_cluster):
     assert [r.returncode for r in cluster.run(program, timeout=30, check=False)] == [-15, 1, -15]
 
 
+@pytest.mark.timing
 def test_time_limit_stops_ranks_that_ignore_being_asked(emulated_cluster):
     cluster = emulated_cluster(2)
     stubborn = (
@@ -242,6 +248,7 @@ def test_bad_arguments_are_named(arguments, options, message):
         Emulation(*arguments, **options)
 
 
+@pytest.mark.timing
 def test_latency_is_refused_where_the_kernel_cannot_delay(emulated_cluster):
     emulated_cluster(1)
     try:

@@ -1,0 +1,54 @@
+"""Which candidates "auto" tries in the running job, and in which order."""
+
+from typing import Any
+
+import pytest
+
+from offbeat.online.tuner import DDP, DDP_STEPS, worth_trying
+
+PRESENT = ("present", "many messages", 0.100)
+
+
+def found(*candidates: tuple[str, str, float]) -> dict[str, Any]:
+    """The answer of a search: candidates as (name, kind, predicted seconds), the quickest first."""
+    rows = [{"name": name, "kind": kind, "seconds": seconds} for name, kind, seconds in candidates]
+    return {"graph": "{}", "candidates": sorted(rows, key=lambda row: row["seconds"])}
+
+
+def trials(answer: dict[str, Any], usual: float = 0.100) -> list[str]:
+    """The names in the order in which they are tried."""
+    tried: list[str] = []
+    names = []
+    while chosen := worth_trying(answer, tried, usual):
+        tried.append(chosen["kind"])
+        names.append(chosen["name"])
+    return names
+
+
+def test_the_quickest_of_each_kind_is_tried() -> None:
+    answer = found(PRESENT, ("a", "many messages", 0.08), ("b", "many messages", 0.09), ("c", "few messages", 0.11))
+    assert trials(answer) == ["a", "c"]
+
+
+@pytest.mark.parametrize(("seconds", "names"), [(0.099, ["ddp"]), (0.15, ["ddp"]), (0.19, ["ddp"]), (0.21, [])])
+def test_the_way_of_ddp_is_tried_unless_it_is_predicted_to_take_twice_as_long(seconds: float, names: list[str]) -> None:
+    assert trials(found(PRESENT, ("ddp", DDP, seconds))) == names
+
+
+def test_steps_are_kept_for_the_way_of_ddp() -> None:
+    answer = found(PRESENT, ("a", "few messages", 0.08), ("ddp", DDP, 0.12))
+    first = worth_trying(answer, [], 0.1)
+    assert first is not None
+    assert (first["name"], first["reserved"]) == ("a", DDP_STEPS)
+    second = worth_trying(answer, ["few messages"], 0.1)
+    assert second is not None
+    assert (second["name"], second["reserved"]) == ("ddp", 0)
+
+
+@pytest.mark.parametrize(("usual", "names"), [(0.10, []), (0.14, ["few"])])
+def test_where_prediction_fails_more_kinds_are_tried(usual: float, names: list[str]) -> None:
+    assert trials(found(PRESENT, ("few", "few messages", 0.18)), usual) == names
+
+
+def test_nothing_is_tried_for_a_gain_below_noise() -> None:
+    assert trials(found(PRESENT, ("a", "many messages", 0.0995))) == []
