@@ -20,7 +20,6 @@ from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.runtime.sharded import ShardedRuntime
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
@@ -83,6 +82,9 @@ def distribute(
             raise OffbeatError("a strategy that splits operators runs on the whole job, not on a process_group")
         if example_inputs is not None:
             check_fits(chosen, graph, cluster)
+        # Loads torch's tracer, which other jobs need not wait for.
+        from offbeat.runtime.sharded import ShardedRuntime
+
         ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)

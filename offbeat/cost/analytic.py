@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.tables import closed_form
@@ -154,6 +153,9 @@ def fit_coefficients(cluster: ClusterSpec) -> Coefficients:
             if seconds > 0:
                 rows.append((per_byte * size, float(len(group)), 1.0))
                 times.append(seconds)
+    # Takes 0.2 s to load, which no rank waits for that fits nothing.
+    from scipy.optimize import nnls
+
     if not rows:
         raise OffbeatError(f"cluster {cluster.name!r} has no tables of collectives to fit φ and δ to")
     design = np.array(rows) / np.array(times)[:, None]

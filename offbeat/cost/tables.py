@@ -19,7 +19,6 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.errors import OffbeatError
@@ -138,6 +137,9 @@ def fit_linear(bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     Iteratively reweighted least squares; the scale of the residuals is their median absolute deviation, so a minority
     of disturbed samples does not move the fit. Samples of one size alone give a fit without latency.
     """
+    # Takes 0.2 s to load, which no rank waits for that fits nothing.
+    from scipy.optimize import nnls
+
     sizes, times = np.asarray(bytes, np.float64), np.asarray(seconds, np.float64)
     # Rows divided by the measured time make the residuals relative; a zero latency is all one size can tell.
     one_size = float(np.ptp(sizes)) == 0
