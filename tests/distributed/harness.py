@@ -11,11 +11,13 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from zygote import Forked, zygote
 
 WORKERS: Final = Path(__file__).with_name("workers.py")
 START_SECONDS: Final = 90.0
@@ -26,34 +28,16 @@ class RankFailed(AssertionError):
     """One or more ranks raised, died or did not answer."""
 
 
-def start_ranks(world: int, *arguments: str, directory: Path, **environment: str) -> list[subprocess.Popen[bytes]]:
+def start_ranks(world: int, *arguments: str, directory: Path) -> list[Forked]:
     """Starts one worker process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
-    port = free_port()
-    ranks = []
-    for rank in range(world):
-        variables = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
-        with (directory / f"rank{rank}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(WORKERS), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=variables,
-            )
-        ranks.append(process)
-    return ranks
+    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        zygote().start(WORKERS, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)})
+        for rank in range(world)
+    ]
 
 
-def stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+def stop_ranks(ranks: Sequence[Forked | subprocess.Popen[bytes]]) -> None:
     """Ends what still runs, at once."""
     for process in ranks:
         if process.poll() is None:
@@ -79,7 +63,7 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[Forked] = []
         self._logs: tempfile.TemporaryDirectory[str] | None = None
 
     def call(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
@@ -107,7 +91,6 @@ class Pool:
         request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
         try:
             for process in self.ranks:
-                assert process.stdin is not None
                 process.stdin.write(request)
                 process.stdin.flush()
             self._last = self._collect(timeout, f"{function}({json.dumps(arguments)[:300]})")
@@ -136,7 +119,6 @@ class Pool:
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self.ranks):
-                assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
             while len(answers) < self.world:
                 events = selector.select(max(0.0, deadline - time.monotonic()))

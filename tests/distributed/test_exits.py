@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from exit_job import PATIENCE_SECONDS
-from exits import JOB, Ended, Launcher, run_job
+from exits import JOB, Ended, run_job
 
 RUNS = int(os.environ.get("OFFBEAT_EXITS", "200"))
 """Of each way to end, in the slow tests."""
@@ -38,13 +37,6 @@ SOON_SECONDS = 40.0
 """Within which a rank ends when it has lost the other, on a busy machine; collectives wait for 60."""
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Generator[Launcher, None, None]:
-    started = Launcher()
-    yield started
-    started.close()
-
-
 def assert_clean(ended: list[Ended], codes: list[int | None]) -> None:
     for rank, end in enumerate(ended):
         assert end.code == codes[rank], (
@@ -59,9 +51,9 @@ def assert_names_the_other(end: Ended) -> None:
     assert re.search(r"WorkerLost: rank 0 was waiting for .*: rank 1 gave no sign of life", last), end.said[-2000:]
 
 
-def end_by_itself(launcher: Launcher, folder: Path, name: str, steps: int, ending: str, inside: str = "") -> None:
+def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str = "") -> None:
     inside = str(folder / "trace") if inside == "recorder" else inside
-    ended = run_job(launcher, folder, name, str(steps), ending, inside)
+    ended = run_job(folder, name, str(steps), ending, inside)
     assert_clean(ended, [CODES[ending]] * 2)
     if ending.startswith("raise"):
         assert "Planned: the script failed" in ended[1].said
@@ -69,11 +61,9 @@ def end_by_itself(launcher: Launcher, folder: Path, name: str, steps: int, endin
             assert_names_the_other(ended[0])
 
 
-def end_by_signal(
-    launcher: Launcher, folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float
-) -> None:
+def end_by_signal(folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float) -> None:
     blows = [(rank, number) for rank in ranks]
-    ended = run_job(launcher, folder, name, "1", "signal", after="step 3", signals=blows, delay=delay)
+    ended = run_job(folder, name, "1", "signal", after="step 3", signals=blows, delay=delay)
     assert_clean(ended, [-number if rank in ranks else 1 for rank in range(2)])
     assert max(end.seconds for end in ended) < SOON_SECONDS
     if ranks == (1,):
@@ -94,10 +84,8 @@ def end_by_signal(
         pytest.param("overlap", 3, "raise_backward_both", "", marks=pytest.mark.slow),
     ],
 )
-def test_a_job_ends_as_its_script_does(
-    launcher: Launcher, tmp_path: Path, name: str, steps: int, ending: str, inside: str
-) -> None:
-    end_by_itself(launcher, tmp_path, name, steps, ending, inside)
+def test_a_job_ends_as_its_script_does(tmp_path: Path, name: str, steps: int, ending: str, inside: str) -> None:
+    end_by_itself(tmp_path, name, steps, ending, inside)
 
 
 @pytest.mark.parametrize(
@@ -108,23 +96,20 @@ def test_a_job_ends_as_its_script_does(
         pytest.param("ps_load_balanced", signal.SIGTERM, (1,), marks=pytest.mark.slow),
     ],
 )
-def test_a_job_ends_by_signals(
-    launcher: Launcher, tmp_path: Path, name: str, number: int, ranks: tuple[int, ...]
-) -> None:
-    end_by_signal(launcher, tmp_path, name, number, ranks, 0.05)
+def test_a_job_ends_by_signals(tmp_path: Path, name: str, number: int, ranks: tuple[int, ...]) -> None:
+    end_by_signal(tmp_path, name, number, ranks, 0.05)
 
 
 @pytest.mark.parametrize("name", ["overlap", pytest.param("asynchronous_both", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_does_not_keep_the_other_from_ending(launcher: Launcher, tmp_path: Path, name: str) -> None:
-    first, _ = run_job(launcher, tmp_path, name, "3", "hang", after="step 3", leave=(1,))
+def test_a_rank_that_hangs_does_not_keep_the_other_from_ending(tmp_path: Path, name: str) -> None:
+    first, _ = run_job(tmp_path, name, "3", "hang", after="step 3", leave=(1,))
     assert_clean([first], [0])
     assert first.seconds < PATIENCE_SECONDS + SOON_SECONDS
 
 
-def test_ctrl_c_ends_a_rank_that_waits_for_one_that_hangs(launcher: Launcher, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_hangs(tmp_path: Path) -> None:
     # By the time of the second signal rank 0 stands in a wait.
     first, _ = run_job(
-        launcher,
         tmp_path,
         "overlap",
         "1",
@@ -171,18 +156,18 @@ STEPS = (1, 3, 6, 10, 16)
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ending", CODES)
-def test_every_way_to_end_many_times(launcher: Launcher, tmp_path: Path, ending: str) -> None:
+def test_every_way_to_end_many_times(tmp_path: Path, ending: str) -> None:
     jobs = list(itertools.product(STRATEGIES, STEPS, ("", "recorder", "monitor")))
     random.Random(ending).shuffle(jobs)
     for run, (name, steps, inside) in zip(range(RUNS), itertools.cycle(jobs), strict=False):
-        end_by_itself(launcher, tmp_path / str(run), name, steps, ending, inside)
+        end_by_itself(tmp_path / str(run), name, steps, ending, inside)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_every_signal_many_times(launcher: Launcher, tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
+def test_every_signal_many_times(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
     chance = random.Random(number)
     for run, name in zip(range(RUNS), itertools.cycle(STRATEGIES), strict=False):
-        end_by_signal(launcher, tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2))
+        end_by_signal(tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2))
