@@ -199,7 +199,8 @@ class Monitor(AbstractContextManager["Monitor"]):
             exposed, network = self._sample.take(seconds)
             strategy = f"{engine.plan.strategy.name} in {engine.mode} mode"
         elif isinstance(self.model, DistributedDataParallel):
-            exposed, network = _ddp_counters(self.model)
+            # DDP's averages go back to its first steps, which may have been slower.
+            exposed, network = (each and min(each, seconds) for each in _ddp_counters(self.model))
             strategy = "DDP"
         return Reading(self.steps, seconds, exposed, network, self.predicted_seconds, strategy)
 

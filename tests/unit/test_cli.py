@@ -289,7 +289,6 @@ def test_a_coarse_capture_is_said_in_one_line(folder: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.timing
 def test_ctrl_c_says_one_line(folder: Path) -> None:
     Path("sleeping_model.py").write_text(
         "import pathlib, time\ndef make():\n    pathlib.Path('started').touch()\n    time.sleep(60)\n"
@@ -351,7 +350,6 @@ def test_emulate_ends_a_job_that_hangs(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (124, "offbeat: the job ended with exit code 124: the 1 s were up\n")
 
 
-@pytest.mark.timing
 def test_demo_compares_measured_steps(folder: Path) -> None:
     options = ("--model", "mlp", "--scale", "0.3", "--batch", "8", "--steps", "2", "--rounds", "2", "--json")
     done = run("demo", *options, cwd=folder)

@@ -72,14 +72,15 @@ IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CA
 @pytest.mark.parametrize(
     ("script", "ranks", "code", "said"),
     [
-        ("import sys; sys.exit(0)", 2, 1, NEVER),
-        ("import sys; sys.exit(3)", 2, 3, "the job ended with exit code 3"),
-        (CALLS + "import sys; sys.exit(4)", 1, 4, "the job ended with exit code 4"),
-        ("print('trained')", 0, 1, NEVER),
-        ("import sys; sys.exit(0)", 0, 1, NEVER),
-        (IN_A_CHILD, 0, 0, ""),
+        pytest.param("import sys; sys.exit(0)", 2, 1, NEVER, id="never"),
+        pytest.param(
+            "import sys; sys.exit(3)", 2, 3, "the job ended with exit code 3", id="fails first", marks=pytest.mark.slow
+        ),
+        pytest.param(CALLS + "import sys; sys.exit(4)", 1, 4, "the job ended with exit code 4", id="calls and fails"),
+        pytest.param("print('trained')", 0, 1, NEVER, id="never in a job", marks=pytest.mark.slow),
+        pytest.param("import sys; sys.exit(0)", 0, 1, NEVER, id="exits in a job"),
+        pytest.param(IN_A_CHILD, 0, 0, "", id="in a job's child"),
     ],
-    ids=["never", "fails first", "calls and fails", "never in a job", "exits in a job", "in a job's child"],
 )
 def test_run_tells_whether_the_script_calls_distribute(
     script: str, ranks: int, code: int, said: str, tmp_path: Path
