@@ -80,14 +80,14 @@ def load_cluster(text: str) -> "ClusterSpec":
     return ClusterSpec.preset(text)
 
 
-def count_parameters(name: str, scale: float, batch: int | None = None) -> dict[str, Any]:
+def count_parameters(name: str, scale: float, batch: int | None = None, **options: Any) -> dict[str, Any]:
     """The size of a zoo model, which is not allocated."""
     import torch
 
     from offbeat import zoo
 
     with torch.device("meta"):
-        model, example_inputs = zoo.build(name, scale, batch)
+        model, example_inputs = zoo.build(name, scale, batch, **options)
     parameters = list(model.parameters())
     return {
         "model": name,

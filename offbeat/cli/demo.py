@@ -17,6 +17,8 @@ HOSTS = 2
 LOSS_TOLERANCE = 1e-3
 """Both sum the same gradients, so losses may differ by rounding only; relative to the loss."""
 BAR_CHARACTERS = 40
+OPTIONS: dict[str, dict[str, Any]] = {"transformer": {"vocabulary": 500, "shared_embeddings": False}}
+"""Of zoo models. With few words, most parameters of the translation model are those of its layers."""
 
 
 @app.command(epilog="Example: offbeat demo --bandwidth 200Mbit/s")
@@ -54,10 +56,11 @@ def _measure(
     from offbeat.emulate import Emulation
 
     # Refuses what cannot be built before any process is started.
-    parameter_bytes = count_parameters(model, scale, batch)["parameter_bytes"]
+    options = OPTIONS.get(model, {})
+    parameter_bytes = count_parameters(model, scale, batch, **options)["parameter_bytes"]
     with Emulation(HOSTS, bandwidth) as emulation:
         ranks = emulation.run_function(
-            "offbeat.cli.demo_job:train", model, scale, batch, steps, rounds, timeout=timeout
+            "offbeat.cli.demo_job:train", model, scale, batch, options, steps, rounds, timeout=timeout
         )
         kind = emulation.kind
     by_round = {job: _round_medians(ranks, job) for job in ("ddp", "best_ddp", "offbeat", "compute")}

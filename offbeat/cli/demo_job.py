@@ -59,13 +59,13 @@ class Job:
         flush()
 
 
-def train(model: str, scale: float, batch: int, steps: int, rounds: int) -> dict[str, Any]:
+def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
     """Seconds of the timed steps and losses of all steps on this rank, for every way of training."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
 
     def build(seed: int) -> tuple[torch.nn.Module, Any]:
         torch.manual_seed(seed)
-        return zoo.build(model, scale, batch)
+        return zoo.build(model, scale, batch, **options)
 
     batches = [build(1 + dist.get_rank() * BATCHES + index)[1] for index in range(BATCHES)]
     jobs = {"offbeat": _with_offbeat(build(0)[0])}

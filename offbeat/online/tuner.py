@@ -46,8 +46,8 @@ WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
 DDP = "barrier"
 """The kind of plan that does what DDP does."""
-DDP_STEPS = SETTLING_STEPS + 3 * 2 * (1 + BLOCK_STEPS)
-"""Kept for a trial of it while other plans are on trial: as many as the shortest verdict takes."""
+SHORTEST_TRIAL = SETTLING_STEPS + 3 * 2 * (1 + BLOCK_STEPS)
+"""Steps until the first verdict. As many are kept for DDP's way while other plans are on trial."""
 CLOSE, FAR = 0.25, 1.0
 """A plan of another kind is tried too if its prediction exceeds the present plan's real steps by at most this share.
 The second holds for DDP's own way, and for every plan where steps take `SLOW` times what was predicted: replay knows
@@ -130,7 +130,7 @@ class Tuner:
         tried: list[str] = []
         for _ in range(MOST_TRIALS):
             chosen = self._agree(worth_trying(found, tried, self.usual) if found else None)
-            if chosen is None or spent >= MOST_STEPS:
+            if chosen is None or spent + SHORTEST_TRIAL > MOST_STEPS:
                 break
             tried.append(chosen["kind"])
             spent += yield from self._try(chosen, MOST_STEPS - spent)
@@ -314,7 +314,7 @@ def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[
         close = FAR if kind == DDP or usual > SLOW * present["seconds"] else CLOSE
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
         if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
-            reserved = 0 if DDP in (kind, present["kind"], *tried) else DDP_STEPS
+            reserved = 0 if DDP in (kind, present["kind"], *tried) else SHORTEST_TRIAL
             return {**each, "graph": found["graph"], "reserved": reserved}
         seen.append(kind)
     return None

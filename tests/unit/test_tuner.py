@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.online.tuner import DDP, DDP_STEPS, worth_trying
+from offbeat.online.tuner import DDP, SHORTEST_TRIAL, worth_trying
 
 PRESENT = ("present", "many messages", 0.100)
 
@@ -39,7 +39,7 @@ def test_steps_are_kept_for_the_way_of_ddp() -> None:
     answer = found(PRESENT, ("a", "few messages", 0.08), ("ddp", DDP, 0.12))
     first = worth_trying(answer, [], 0.1)
     assert first is not None
-    assert (first["name"], first["reserved"]) == ("a", DDP_STEPS)
+    assert (first["name"], first["reserved"]) == ("a", SHORTEST_TRIAL)
     second = worth_trying(answer, ["few messages"], 0.1)
     assert second is not None
     assert (second["name"], second["reserved"]) == ("ddp", 0)
