@@ -6,12 +6,9 @@ every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections import defaultdict
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from offbeat.runtime.unit_optimizer import Unit
 
@@ -25,8 +22,15 @@ Held = tuple[Unit, dict[str, Any]]
 def gather_state(engine: "Engine") -> dict[str, Any]:
     """The optimizer's state dict as a single device would have it."""
     engine.settle_all()
-    with _without_strays(engine.optimizer):
-        whole = engine.optimizer_class.state_dict(engine.optimizer)
+    optimizer = engine.training.optimizer
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): number for number, parameter in enumerate(ordered)}
+    # The training loop may have taken parameters out of the optimizer's groups; their state stays behind.
+    strays = {key: optimizer.state.pop(key) for key in list(optimizer.state) if id(key) not in index}
+    try:
+        whole = engine.training.optimizer_class.state_dict(optimizer)
+    finally:
+        optimizer.state.update(strays)
     spread = _spread_variables(engine)
     if not spread:
         return whole
@@ -34,8 +38,6 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
     # What this rank holds nothing of, another may.
     kinds = {name: keys for one in engine.channels.world.all_gather_object(mine) for name, keys in one.items()}
-    ordered = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    index = {id(parameter): number for number, parameter in enumerate(ordered)}
     for name in spread:
         parameter = engine.parameters[name]
         if name in kinds and id(parameter) in index:
@@ -46,22 +48,11 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     return whole
 
 
-@contextmanager
-def _without_strays(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Sets the state of parameters aside that the training loop has taken out of the optimizer's groups."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    strays = {key: optimizer.state.pop(key) for key in list(optimizer.state) if id(key) not in held}
-    try:
-        yield
-    finally:
-        optimizer.state.update(strays)
-
-
 def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
     """Loads a single device's state dict: every rank keeps what it updates."""
     engine.settle_all()
-    base = engine.optimizer
-    engine.optimizer_class.load_state_dict(base, whole)
+    base = engine.training.optimizer
+    engine.training.optimizer_class.load_state_dict(base, whole)
     _densify(engine)
     for optimizer in engine.updates.optimizers():
         if not optimizer.own_state:
@@ -84,7 +75,7 @@ def _densify(engine: "Engine") -> None:
     sparse = {name for m in engine.plan.messages if m.synchronizer == "sparse_all_gather" for name in m.variables}
     dense = set(_spread_variables(engine)).union(engine.parameters.keys() - sparse)
     for name in dense:
-        state = engine.optimizer.state.get(engine.parameters[name], {})
+        state = engine.training.optimizer.state.get(engine.parameters[name], {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.layout != torch.strided:
                 state[key] = value.to_dense()

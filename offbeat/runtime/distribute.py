@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from offbeat.plan import Plan, lower
 from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.comm import Channel, Channels, Key, World, torch_world
-from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine import Engine, Mode, Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.handle import Decision
@@ -29,7 +29,7 @@ from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.structure import Structure, watch_structure
-from offbeat.runtime.sync import make_synchronisers
+from offbeat.runtime.sync import make_synchroniser
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
@@ -103,33 +103,37 @@ class Runtime:
         """The plan in force: the one it was made with, or the one with the order that was found since."""
         return self.engine.plan
 
-    def _check(self, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
+    def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
         _check_messages(plan, self.optimizer_class)
         _check_ranks_agree(plan, self.world)
-        return choose_mode(self.model, self.optimizer, self.optimizer_class, plan)
+        wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
+        odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
+        if wanted == "barrier":
+            return "barrier", "the strategy asks for it"
+        if not per_variable(self.optimizer_class):
+            obstacle = f"optimizer {kind} may couple variables"
+        elif has_step_hooks(self.optimizer):
+            obstacle = f"optimizer {kind} has step hooks"
+        elif any(uncompiled(module) is not module for module in self.model.modules()):
+            obstacle = "the model is compiled"
+        elif odd:
+            obstacle = f"parameter {odd[0]!r} is of a class of its own"
+        else:
+            return "deferred", "updates may wait until a module needs them"
+        if wanted == "deferred":
+            raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
+        return "barrier", obstacle
 
-    def _attach(
-        self,
-        plan: Plan,
-        mode: Literal["deferred", "barrier"],
-        reason: str,
-        before: AliasCheck | None = None,
-    ) -> None:
+    def _attach(self, plan: Plan, mode: Mode, reason: str, before: AliasCheck | None = None) -> None:
         """Makes an engine for the plan; `before` knows who else held views of parameters under the last one."""
         channels = Channels(plan, self.world, self.timeout, self.opened)
-        synchronisers = make_synchronisers(self.model, plan, channels, self.parameters, self.optimizer_class)
-        self.engine = Engine(
-            plan,
-            synchronisers,
-            self.parameters,
-            self.optimizer,
-            self.optimizer_class,
-            channels,
-            mode,
-            self.find_unused,
-            AliasCheck(self.parameters.values(), before),
-        )
+        made = [
+            make_synchroniser(message, self.model, plan, channels, self.parameters, self.optimizer_class)
+            for message in plan.messages
+        ]
+        training = Training(plan, made, self.parameters, self.optimizer, self.optimizer_class, channels)
+        self.engine = Engine(training, mode, self.find_unused, AliasCheck(self.parameters.values(), before))
         self.engine.step_hooks = self.step_hooks
         self.gate = ForwardGate(self.model, self.engine)
         self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
@@ -289,29 +293,6 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
             raise StrategyError(
                 f"parameter {name!r} is sharded already (FSDP or a DTensor): Offbeat distributes plain models only"
             )
-
-
-def choose_mode(
-    model: torch.nn.Module, optimizer: Optimizer, optimizer_class: type[Optimizer], plan: Plan
-) -> tuple[Literal["deferred", "barrier"], str]:
-    """The mode the strategy asks for, or the best that this model and optimizer allow, and why."""
-    wanted = plan.strategy.schedule.mode
-    if wanted == "barrier":
-        return "barrier", "the strategy asks for it"
-    odd = [name for name, p in model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
-    if not per_variable(optimizer_class):
-        obstacle = f"optimizer {optimizer_class.__name__} may couple variables"
-    elif has_step_hooks(optimizer):
-        obstacle = f"optimizer {optimizer_class.__name__} has step hooks"
-    elif any(uncompiled(module) is not module for module in model.modules()):
-        obstacle = "the model is compiled"
-    elif odd:
-        obstacle = f"parameter {odd[0]!r} is of a class of its own"
-    else:
-        return "deferred", "updates may wait until a module needs them"
-    if wanted == "deferred":
-        raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
-    return "barrier", obstacle
 
 
 def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:

@@ -83,25 +83,22 @@ class ForwardGate:
         self.waiting.clear()
 
     def _add_wait(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
-        component = self.engine.updates.component_of.get(id(parameter))
+        updates = self.engine.updates
+        component = updates.component_of.get(id(parameter))
         if component is None:
             return
-        if module not in self.waits:
-            self.waits[module] = {}
-            self.handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
-            if module is not self.model:
-                self.waiting.append(self.handles[-1])
-        self.waits[module][component] = None
-
-    def _wait_hook(self, components: dict[Component, None]) -> Callable[..., None]:
-        updates = self.engine.updates
+        components = self.waits.setdefault(module, {})
 
         def wait(*_: Any) -> None:
             if updates.outstanding:
-                for component in components:
-                    updates.settle(component)
+                for each in components:
+                    updates.settle(each)
 
-        return _uncompiled(wait)
+        if not components:
+            self.handles.append(module.register_forward_pre_hook(_uncompiled(wait)))
+            if module is not self.model:
+                self.waiting.append(self.handles[-1])
+        components[component] = None
 
     def _enter_model(self, *_: Any) -> None:
         # Checkpointed modules run forward again inside a backward pass.

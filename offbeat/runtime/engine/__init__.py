@@ -4,6 +4,7 @@
 decides what `parameter.grad` shows, `updates.py` applies what has arrived, `owners.py` does what servers do.
 """
 
-from offbeat.runtime.engine.engine import Engine
+from offbeat.runtime.engine.engine import Engine, Mode
+from offbeat.runtime.engine.training import Training
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Mode", "Training"]

@@ -9,10 +9,10 @@ from collections import Counter
 
 import torch
 
-from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.phases import Phase
+from offbeat.runtime.engine.training import Training
 from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import raw_gradient, set_gradient
@@ -23,29 +23,22 @@ class Gradients:
     """The gradients of one plan's messages on one rank."""
 
     def __init__(
-        self,
-        plan: Plan,
-        synchronisers: list[Synchroniser],
-        parameters: dict[str, torch.nn.Parameter],
-        components: list[Component],
-        owners: Owners,
-        unused: UnusedParameters,
+        self, training: Training, components: list[Component], owners: Owners, unused: UnusedParameters
     ) -> None:
-        self.plan = plan
-        self.synchronisers = synchronisers
-        self.parameters = parameters
+        self.training = training
+        self.parameters = training.parameters
         self.components = components
         self.component_of_message = {index: each for each in components for index in each.messages}
         self.owners = owners
         self.unused = unused
         self.phase = Phase.IDLE
-        self.in_rounds = [each for each in synchronisers if each.replicated and each.later_rounds]
+        self.in_rounds = [each for each in training.synchronisers if each.replicated and each.later_rounds]
         """Messages that all ranks must finish in one order, whichever they need first."""
         self.dropped: frozenset[int] | None = None
         """Parameters (by id) without a gradient at step(), where the training loop has seen the averages before."""
         self.cleared: set[int] = set()
         """Parameters (by id) whose gradient has been forgotten or replaced since the step."""
-        self.carried = Counter(name for each in plan.messages for name in each.variables)
+        self.carried = Counter(name for each in training.plan.messages for name in each.variables)
         """In how many messages each variable travels."""
         self.untaken = self.carried.copy()
         """Of these, how many have not been loaded in this pass."""
@@ -61,7 +54,7 @@ class Gradients:
 
     def take(self, index: int) -> None:
         """Loads a message: its gradients are the synchroniser's from now on."""
-        synchroniser = self.synchronisers[index]
+        synchroniser = self.training.synchronisers[index]
         synchroniser.load()
         if synchroniser.relaxed:
             return
@@ -84,10 +77,10 @@ class Gradients:
         if synchroniser.later_rounds and synchroniser.replicated:
             for earlier in self.in_rounds[: self.in_rounds.index(synchroniser)]:
                 if earlier.loaded:
-                    with explain(self.plan, earlier):
+                    with explain(self.training.plan, earlier):
                         earlier.finish()
         if synchroniser.loaded:
-            with explain(self.plan, synchroniser):
+            with explain(self.training.plan, synchroniser):
                 synchroniser.finish()
 
     def average(self) -> None:
@@ -158,7 +151,7 @@ class Gradients:
 
     def unused_parameters(self) -> frozenset[int]:
         """Parameters, by id, that no replica used: they keep no gradient, so that the optimizer leaves them alone."""
-        with explain(self.plan, what="word of which variables each rank used"):
+        with explain(self.training.plan, what="word of which variables each rank used"):
             return frozenset(id(self.parameters[name]) for name in self.unused.unused())
 
     def without_gradient(self) -> frozenset[int]:
@@ -177,7 +170,7 @@ class Gradients:
         """What the training loop made of the published gradients is what is applied."""
         self.dropped = None
         if self.phase is Phase.PUBLISHED:
-            for synchroniser in self.synchronisers:
+            for synchroniser in self.training.synchronisers:
                 if not synchroniser.relaxed:
                     synchroniser.reload()
             self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
@@ -185,11 +178,11 @@ class Gradients:
     def discard(self) -> None:
         """The gradients on their way are not wanted: they arrive and are forgotten."""
         self.owners.prepare()
-        for synchroniser in self.synchronisers:
+        for synchroniser in self.training.synchronisers:
             if synchroniser.replicated and not synchroniser.relaxed:
                 self.finish(synchroniser)
             else:
-                with explain(self.plan, synchroniser):
+                with explain(self.training.plan, synchroniser):
                     synchroniser.drop()
         for component in self.components:
             component.hidden.clear()

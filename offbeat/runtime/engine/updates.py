@@ -7,14 +7,13 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
-from torch.optim import Optimizer
 
 from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.portions import Portions
-from offbeat.runtime.engine.reports import Reports
+from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
@@ -26,23 +25,21 @@ class Updates:
 
     def __init__(
         self,
-        plan: Plan,
+        training: Training,
         components: list[Component],
         gradients: Gradients,
         owners: Owners,
-        optimizer: Optimizer,
-        optimizer_class: type[Optimizer],
-        reports: Reports,
         aliases: AliasCheck,
     ) -> None:
+        self.training = training
+        self.reports = training.reports
         self.components = components
         self.gradients = gradients
         self.owners = owners
-        self.optimizer = optimizer
-        self.optimizer_class = optimizer_class
-        self.reports = reports
         self.component_of = {id(parameter): each for each in components for parameter in each.parameters}
-        self.outside = self._outside()
+        held = (parameter for group in training.optimizer.param_groups for parameter in group["params"])
+        self.outside = training.optimizer_of(Unit(p, p) for p in held if id(p) not in self.component_of)
+        """For parameters that the plan knows nothing of: they are stepped here alone."""
         self.outstanding = 0
         """Components whose update is outstanding."""
         self.zeroing: dict[int, bool] = {}
@@ -51,23 +48,16 @@ class Updates:
         """An optimizer is at work, so that accesses to gradients are not the training loop's."""
         self.aliases = aliases
         aliases.count_own()
-        self.follow(plan)
+        self.follow(training.plan)
 
     def follow(self, plan: Plan) -> None:
         """Applies slices in the order in which this plan sends them."""
-        self.plan = plan
         for component, described in zip(self.components, plan.program.components, strict=True):
             component.portions = None
             if described.slices and component.optimizer is not None:
                 synchroniser = component.synchronisers[0]
                 if Portions.fit(synchroniser, component.optimizer):
                     component.portions = Portions(synchroniser, component.optimizer, described.slices)
-
-    def _outside(self) -> UnitOptimizer | None:
-        """The optimizer may also hold parameters that the plan knows nothing of: they are stepped here alone."""
-        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        units = [Unit(parameter, parameter) for parameter in held if id(parameter) not in self.component_of]
-        return UnitOptimizer(self.optimizer, self.optimizer_class, units) if units else None
 
     def optimizers(self) -> Iterable[UnitOptimizer]:
         """Every optimizer that stands in for a part of the user's."""
@@ -83,7 +73,7 @@ class Updates:
     def whole_step(self) -> None:
         """The user's optimizer takes one ordinary step with what `parameter.grad` holds."""
         with self.at_work():
-            self.optimizer_class.step(self.optimizer)
+            self.training.optimizer_class.step(self.training.optimizer)
 
     def begin_step(self) -> None:
         """Owners update what they own and send it back; what every replica applies becomes outstanding."""
@@ -152,7 +142,7 @@ class Updates:
         with self.reports.local("wait", component.messages):
             unused = self.gradients.unused_parameters()
         for task in portions.slices:
-            with self.reports.local("wait", component.messages), explain(self.plan, synchroniser, task):
+            with self.reports.local("wait", component.messages), explain(self.training.plan, synchroniser, task):
                 synchroniser.wait(task.index)
             with self.reports.local("update", component.messages):
                 portions.apply(task.stop, unused)
@@ -165,7 +155,7 @@ class Updates:
             self.gradients.show(component)
             for synchroniser in component.synchronisers:
                 if not synchroniser.replicated:
-                    with explain(self.plan, synchroniser):
+                    with explain(self.training.plan, synchroniser):
                         synchroniser.receive()
         if component.optimizer is not None:
             with self.reports.local("update", component.messages):
@@ -178,12 +168,13 @@ class Updates:
         """This step's messages leave; those that are due, or have arrived, are applied."""
         for synchroniser in component.synchronisers:
             synchroniser.depart()
-        while component.synchronisers[0].due or all(each.arrived for each in component.synchronisers):
+        first = component.synchronisers[0]
+        while len(first.flying) > first.message.staleness or all(each.arrived for each in component.synchronisers):
             self._apply_stale(component)
 
     def _apply_stale(self, component: Component) -> None:
         for synchroniser in component.synchronisers:
-            with explain(self.plan, synchroniser):
+            with explain(self.training.plan, synchroniser):
                 synchroniser.arrive()
                 self.owners.run_stale(synchroniser.message.index, self.apply)
                 synchroniser.receive()

@@ -19,40 +19,29 @@ from offbeat.runtime.sync.encoders import make_encoder
 from offbeat.runtime.sync.sparse import FactorBroadcast, SparseGather, SparseServer
 from offbeat.runtime.sync.stale import StaleAllReduce, StaleServer
 
-__all__ = ["AsyncServer", "Synchroniser", "box_slices", "make_synchronisers"]
+__all__ = ["AsyncServer", "Synchroniser", "box_slices", "make_synchroniser"]
 
 _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 
 
-def make_synchronisers(
-    model: torch.nn.Module,
-    plan: Plan,
-    channels: Channels,
-    parameters: dict[str, torch.nn.Parameter],
-    optimizer_class: type[Optimizer],
-) -> list[Synchroniser]:
-    """One per message, in the plan's order."""
-    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
-    return [_make(message, model, plan, channels, parameters, densify) for message in plan.messages]
-
-
-def _make(
+def make_synchroniser(
     message: Message,
     model: torch.nn.Module,
     plan: Plan,
     channels: Channels,
     parameters: dict[str, torch.nn.Parameter],
-    densify: bool,
+    optimizer_class: type[Optimizer],
 ) -> Synchroniser:
+    """The message's, on the plan's rank."""
     assert plan.rank is not None
     me = plan.replicas.index(plan.rank)
     common = (message, parameters, channels, plan.rank, plan.weights[me])
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
     shapes = [piece.shape for piece in message.pieces]
-    encoder = make_encoder(
-        message.encoder, shapes, first.dtype, first.device, seed=message.index, world=len(plan.replicas), rank=me
-    )
+    place = (first.dtype, first.device, message.index, len(plan.replicas), me)
+    encoder = make_encoder(message.encoder, shapes, *place)
+    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
     if message.asynchronous:
         return AsyncMessage(*common)
     if message.staleness:

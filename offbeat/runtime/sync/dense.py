@@ -6,6 +6,7 @@ of a piece. Here it is also the plainest kind, a dense all-reduce that every rep
 they do differently. A kind with owners updates its own part and sends parameters back.
 """
 
+from collections import deque
 from collections.abc import Generator, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,10 +23,6 @@ from offbeat.runtime.unit_optimizer import Unit
 class Synchroniser:
     """A dense message without an encoder, applied by every replica."""
 
-    replicated = True
-    """Every replica applies the update, from `parameter.grad`."""
-    relaxed = False
-    """It may be applied later than in its own step: stale and asynchronous messages."""
     later_rounds = False
     """Finishing it may take further collectives, which all ranks must make in one order."""
     elementwise = True
@@ -37,6 +34,10 @@ class Synchroniser:
         self, message: Message, parameters: dict[str, torch.nn.Parameter], channels: Channels, me: int, share: float
     ) -> None:
         self.message = message
+        self.replicated = message.replicated
+        """Every replica applies the update, from `parameter.grad`."""
+        self.relaxed = message.asynchronous or message.staleness > 0
+        """It may be applied later than in its own step."""
         self.channels = channels
         self.me = me
         self.share = share
@@ -50,6 +51,8 @@ class Synchroniser:
         """Collectives under way, by the task's place in the issue order."""
         self.loaded = False
         """A gradient has been taken over and is not finished yet."""
+        self.flying: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
+        """Stale messages of this and earlier steps that have not been applied, with their collectives."""
         self.handles: list[Any] = []
         """Hooks on the model's modules."""
 
@@ -168,19 +171,9 @@ class Synchroniser:
     # What stale messages do
 
     @property
-    def due(self) -> bool:
-        """The oldest message must be waited for."""
-        return False
-
-    @property
     def arrived(self) -> bool:
         """The oldest message can be applied without waiting."""
         return False
-
-    @property
-    def flying(self) -> int:
-        """How many messages of earlier steps have not been applied."""
-        return 0
 
     def depart(self) -> None:
         """This step's message is on its way; the buffer is free for the next."""
@@ -250,7 +243,6 @@ class EncodedAllReduce(Synchroniser):
 class OwnedSynchroniser(Synchroniser):
     """A message whose parameters travel back, through a flat buffer of values that whole parameters are views of."""
 
-    replicated = False
     elementwise = False
 
     @torch.no_grad()
@@ -313,8 +305,6 @@ class ServerSynchroniser(OwnedSynchroniser):
 
 class EncodedServer(EncodedAllReduce, ServerSynchroniser):
     """A server's message whose gradient travels encoded."""
-
-    replicated = False
 
     def wait(self, task: int) -> None:
         super().wait(task)

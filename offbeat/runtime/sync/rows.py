@@ -62,9 +62,9 @@ class RowExchange:
         """The rows in all ranks' blocks, and in the rest of each where there is one."""
         parts = []
         for index, block in enumerate(blocks):
-            parts.append(self._unpack(block, min(_count(block), self.block_rows)))
+            parts.append(self.unpack(block, min(_count(block), self.block_rows)))
             if rest:
-                parts.append(self._unpack(rest[index], max(0, _count(block) - self.block_rows)))
+                parts.append(self.unpack(rest[index], max(0, _count(block) - self.block_rows)))
         return Rows(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
 
     def _send(self, channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, list[torch.Tensor]]:
@@ -80,28 +80,22 @@ class RowExchange:
         block = self.empty(capacity).zero_()
         block[:_HEADER].view(torch.int64)[0] = len(rows)
         held = max(0, min(len(rows) - start, capacity))
-        if held:
-            numbers, values = self._fields(block)
-            numbers[:held] = rows.numbers[start : start + held]
-            values[:held] = rows.values[start : start + held]
+        into = self.unpack(block, held)
+        into.numbers[:] = rows.numbers[start : start + held]
+        into.values[:] = rows.values[start : start + held]
         return block
 
     def empty(self, capacity: int) -> torch.Tensor:
         """A block that takes so many rows, to be received."""
         return torch.empty(_HEADER + capacity * self.row_bytes, dtype=torch.uint8, device=self.device)
 
-    def unpack(self, block: torch.Tensor) -> Rows:
-        """The rows of a block that holds all of them."""
-        return self._unpack(block, _count(block))
-
-    def _unpack(self, block: torch.Tensor, count: int) -> Rows:
-        numbers, values = self._fields(block)
-        return Rows(numbers[:count], values[:count])
-
-    def _fields(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack(self, block: torch.Tensor, count: int | None = None) -> Rows:
+        """The first `count` rows of a block, by default as many as its header says; they share its memory."""
+        count = _count(block) if count is None else count
         capacity = (block.numel() - _HEADER) // self.row_bytes
         end = _HEADER + capacity * 8
-        return block[_HEADER:end].view(torch.int64), block[end:].view(self.dtype).view(capacity, self.width)
+        values = block[end:].view(self.dtype).view(capacity, self.width)
+        return Rows(block[_HEADER:end].view(torch.int64)[:count], values[:count])
 
 
 def _count(block: torch.Tensor) -> int:

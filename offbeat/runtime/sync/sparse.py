@@ -101,8 +101,6 @@ class SparseGather(_RowMessage):
 class SparseServer(SparseGather):
     """Rows of a sparse gradient, gathered by their owner, who updates the table and sends changed rows back."""
 
-    replicated = False
-
     def hold_values(self, aliased: frozenset[int]) -> None:
         self._find_table()
         self.unit = torch.nn.Parameter(self.table)

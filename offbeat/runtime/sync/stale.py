@@ -6,25 +6,14 @@ parallel training. What has arrived is applied at once, in the order in which it
 sums in the same order.
 """
 
-from collections import deque
-from typing import Any
-
-import torch
-
 from offbeat.plan import Task
-from offbeat.runtime.comm import Work
 from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser
 
 
 class StaleAllReduce(Synchroniser):
     """An all-reduced message of which several steps' copies may be under way."""
 
-    relaxed = True
     elementwise = False
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.queue: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
 
     def load(self) -> None:
         super().load()
@@ -35,24 +24,16 @@ class StaleAllReduce(Synchroniser):
             self.works[task.index] = self._start(task, self.leaving[task.start : task.stop])
 
     def depart(self) -> None:
-        self.queue.append((self.leaving, self.works))
+        self.flying.append((self.leaving, self.works))
         self.works = {}
         self.loaded = False
 
     @property
-    def due(self) -> bool:
-        return len(self.queue) > self.message.staleness
-
-    @property
     def arrived(self) -> bool:
-        return bool(self.queue) and all(work.is_completed() for work in self.queue[0][1].values())
-
-    @property
-    def flying(self) -> int:
-        return len(self.queue)
+        return bool(self.flying) and all(work.is_completed() for work in self.flying[0][1].values())
 
     def arrive(self) -> None:
-        tensor, works = self.queue.popleft()
+        tensor, works = self.flying.popleft()
         for work in works.values():
             work.wait()
         self.buffer.copy_(tensor)
@@ -60,8 +41,6 @@ class StaleAllReduce(Synchroniser):
 
 class StaleServer(StaleAllReduce, ServerSynchroniser):
     """A server's message of which several steps' copies may be under way."""
-
-    replicated = False
 
     @property
     def arrived(self) -> bool:
