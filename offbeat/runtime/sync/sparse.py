@@ -36,8 +36,7 @@ class _RowMessage(Synchroniser):
     def finish(self) -> None:
         super().finish()
         if len(self.task.ranks) > 1:
-            channel = self.channels.up(self.task.ranks)
-            self.rows = self.exchange.finish(channel, self.rows, self.blocks, self.task.root)
+            self.rows = self.exchange.finish(self.channels.up(self.task.ranks), self.rows, self.blocks)
 
 
 class SparseGather(_RowMessage):
@@ -105,9 +104,10 @@ class SparseServer(SparseGather):
         self._find_table()
         self.unit = torch.nn.Parameter(self.table)
         self.back = RowExchange(self.exchange.width, self.dtype, self.device, self.exchange.block_rows)
-        self.pending: tuple[Task, torch.Tensor] | None = None
+        self.returned: torch.Tensor | None = None
+        """Receives rows that the owner has changed; None on the owner."""
         self.counting: tuple[Work, torch.Tensor] | None = None
-        self.rest: tuple[Work | None, list[torch.Tensor]] = (None, [])
+        self.rest: tuple[Work, torch.Tensor] | None = None
         self.gathered = False
         """The owner holds everybody's rows."""
         self.most_rows = 0
@@ -142,7 +142,7 @@ class SparseServer(SparseGather):
 
     def prepare(self) -> None:
         """Sends the rows that the first block did not take."""
-        self.rest = (None, [])
+        self.rest = None
         if self.counting is not None:
             work, counts = self.counting
             self.counting = None
@@ -153,7 +153,7 @@ class SparseServer(SparseGather):
 
     def drop(self) -> None:
         super().drop()
-        if self.rest[0] is not None:
+        if self.rest is not None:
             self.rest[0].wait()
 
     def units(self) -> list[Unit]:
@@ -174,10 +174,9 @@ class SparseServer(SparseGather):
         if self.me == self.message.owner and not self.gathered:
             self.gathered = True
             if len(self.task.ranks) > 1:
-                work, rest = self.rest
-                if work is not None:
-                    work.wait()
-                self.rows = self.exchange.join(self.blocks, rest)
+                if self.rest is not None:
+                    self.rest[0].wait()
+                self.rows = self.exchange.join(self.blocks, self.rest)
 
     @torch.no_grad()
     def publish(self, tasks: list[Task]) -> None:
@@ -198,7 +197,7 @@ class SparseServer(SparseGather):
             numbers = (self.table != self.before).reshape(len(self.table), -1).any(dim=1).nonzero()[:, 0]
             changed = Rows(numbers, self.table[numbers].reshape(len(numbers), self.back.width))
         self.works[task.index], block = self._broadcast(task, changed)
-        self.pending = (task, block)
+        self.returned = None if self.me == task.root else block
 
     def _broadcast(self, task: Task, rows: Rows | None) -> tuple[Work, torch.Tensor]:
         """Two broadcasts: how many rows the root has, and the rows, which the block receives."""
@@ -219,10 +218,10 @@ class SparseServer(SparseGather):
     def receive(self) -> None:
         self.finish()
         self._find_table()
-        if self.pending is not None and self.me != self.pending[0].root:
-            rows = self.back.unpack(self.pending[1])
+        if self.returned is not None:
+            rows = self.back.unpack(self.returned)
             self.table[rows.numbers] = rows.values.reshape(-1, *self.shape[1:])
-        self.pending = None
+        self.returned = None
 
 
 class FactorBroadcast(_RowMessage):
@@ -247,11 +246,12 @@ class FactorBroadcast(_RowMessage):
     def _keep(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad and torch.is_grad_enabled():
             given = inputs[0].detach()
-            output.register_hook(lambda gradient: self._add(given, gradient.detach()))
 
-    def _add(self, given: torch.Tensor, slope: torch.Tensor) -> None:
-        self._enter_pass()
-        self.factors.append((given, slope))
+            def add(slope: torch.Tensor) -> None:
+                self._enter_pass()
+                self.factors.append((given, slope.detach()))
+
+            output.register_hook(add)
 
     def _enter_pass(self) -> None:
         """What earlier passes left is in the gradient."""
