@@ -29,7 +29,6 @@ from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.structure import Structure, watch_structure
-from offbeat.runtime.sync import make_synchroniser
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
@@ -95,7 +94,7 @@ class Runtime:
 
     def _count_step(self) -> None:
         self.steps += 1
-        if self.gate.watched and self.engine.wanted_mode == "barrier":
+        if self.gate.watched is not None and self.engine.wanted_mode == "barrier":
             self.gate.let_pass()
 
     @property
@@ -128,11 +127,7 @@ class Runtime:
     def _attach(self, plan: Plan, mode: Mode, reason: str, before: AliasCheck | None = None) -> None:
         """Makes an engine for the plan; `before` knows who else held views of parameters under the last one."""
         channels = Channels(plan, self.world, self.timeout, self.opened)
-        made = [
-            make_synchroniser(message, self.model, plan, channels, self.parameters, self.optimizer_class)
-            for message in plan.messages
-        ]
-        training = Training(plan, made, self.parameters, self.optimizer, self.optimizer_class, channels)
+        training = Training(plan, self.model, self.parameters, self.optimizer, self.optimizer_class, channels)
         self.engine = Engine(training, mode, self.find_unused, AliasCheck(self.parameters.values(), before))
         self.engine.step_hooks = self.step_hooks
         self.gate = ForwardGate(self.model, self.engine)
@@ -141,8 +136,6 @@ class Runtime:
         self.gate.before_forward = self.before_forward
         self.retimer: Retimer | None = None
         self.structure = Structure(self.model, self.optimizer)
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        self.engine.watch_parameters(frozen, lazy=mode == "deferred" or not self.engine.all_replicated)
         self.step_hooks.append(self._after_first_step)
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
@@ -226,7 +219,7 @@ class Runtime:
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""
         engine = self.engine
-        if not self.gate.watched:
+        if self.gate.watched is None:
             return
         self.step_hooks.remove(self._after_first_step)
         if engine.wanted_mode == "deferred":
@@ -235,7 +228,7 @@ class Runtime:
         ordered = any(not message.asynchronous for message in self.plan.messages)
         if self.plan.strategy.schedule.policy != "explicit" and len(self.plan.replicas) > 1 and ordered:
             self.link = self.link or fit_link(engine.channels.control, self.device)
-            self.retimer = Retimer(engine, self.gate.use_order, self.device, self.link)
+            self.retimer = Retimer(engine, self.gate.watched.order, self.device, self.link)
             self.step_hooks.append(self.retimer.after_step)
 
     @property

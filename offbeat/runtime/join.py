@@ -39,7 +39,12 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
         if not active:
             return
         if synchronised:
-            _take_part(runtime)
+            # One step of the others, to which this rank adds nothing.
+            runtime.share_buffers()
+            for parameter in runtime.engine.parameters.values():
+                parameter.grad = None
+            runtime.engine.backward_without_gradients()
+            runtime.engine.step()
 
 
 def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[int, int]:
@@ -49,13 +54,3 @@ def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[int,
         runtime.engine.channels.control.all_reduce(counts).wait()
     active_ranks, synchronising = counts.tolist()
     return active_ranks, synchronising
-
-
-def _take_part(runtime: "Runtime") -> None:
-    """One step of the others, to which this rank adds nothing."""
-    runtime.share_buffers()
-    engine = runtime.engine
-    for parameter in engine.parameters.values():
-        parameter.grad = None
-    engine.backward_without_gradients()
-    engine.step()

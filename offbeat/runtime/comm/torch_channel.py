@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -216,12 +216,8 @@ class TorchWork:
 
 def _wait(work: Any) -> None:
     """Blocks until a work of gloo's has ended, but lets Python handle signals meanwhile."""
-    while True:
-        try:
+    while not work.is_completed():
+        with suppress(RuntimeError):
             work.wait(SIGNAL_SECONDS)
-        except RuntimeError:
-            if not work.is_completed():
-                continue
-            # It may have ended since its wait ran out; this says how.
-            work.wait()
-        return
+    # This says how it has ended.
+    work.wait()

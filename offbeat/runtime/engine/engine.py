@@ -65,7 +65,11 @@ class Engine:
         planned = {name: self.parameters[name] for name in program.carriers}
         others = {name: parameter for name, parameter in self.parameters.items() if name not in planned}
         self.arrivals = Arrivals(planned, others, self)
-        self.watched: list[torch.nn.Parameter] = []
+        frozen = [parameter for parameter in training.model.parameters() if not parameter.requires_grad]
+        self.watched = [*self.parameters.values(), *frozen]
+        lazy = mode == "deferred" or not self.all_replicated
+        for parameter in self.watched:
+            watch(parameter, self, lazy=lazy and parameter.requires_grad)
         self.server: AsyncServer | None = None
         """This rank's side of asynchronous messages, where there are any."""
         if self.channels.direct is not None:
@@ -223,25 +227,17 @@ class Engine:
 
     def gradient_written(self, parameter: torch.nn.Parameter) -> None:
         """Somebody replaces `parameter.grad`: an outstanding update comes first, and what is applied is the new one."""
-        if self.updates.applying or self.gradients.phase is Phase.BACKWARD:
-            return
-        if self.gradients.phase is Phase.KEPT:
+        if self.gradients.phase is not Phase.KEPT:
+            self.gradient_read(parameter)
+        elif not self.updates.applying:
             self.value_used(parameter)
             self.gradients.cleared.add(id(parameter))
-        else:
-            self.gradient_read(parameter)
 
     def value_used(self, parameter: torch.nn.Parameter) -> None:
         """Somebody reads or writes a parameter: an outstanding update comes first."""
         component = self.updates.component_of.get(id(parameter))
         if component is not None:
             self.updates.settle(component)
-
-    def watch_parameters(self, frozen: list[torch.nn.Parameter], *, lazy: bool) -> None:
-        """Notices from now on what the training loop does with parameters; `lazy` if they may be out of date."""
-        self.watched = [*self.parameters.values(), *frozen]
-        for place, parameter in enumerate(self.watched):
-            watch(parameter, self, lazy=lazy and place < len(self.parameters))
 
     # Modes
 

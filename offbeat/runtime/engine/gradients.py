@@ -67,8 +67,7 @@ class Gradients:
 
     def lacking(self, arrived: Counter[str]) -> list[str]:
         """Variables that neither this backward pass nor an earlier one of the same step has reached."""
-        planned = self.untaken
-        return [n for n in planned if not arrived[n] and raw_gradient(self.parameters[n]) is None]
+        return [name for name in self.carried if not arrived[name] and raw_gradient(self.parameters[name]) is None]
 
     # Averages
 
@@ -153,10 +152,6 @@ class Gradients:
         """Parameters, by id, that no replica used: they keep no gradient, so that the optimizer leaves them alone."""
         with explain(self.training.plan, what="word of which variables each rank used"):
             return frozenset(id(self.parameters[name]) for name in self.unused.unused())
-
-    def without_gradient(self) -> frozenset[int]:
-        """Parameters, by id, that this step leaves alone."""
-        return self.unused_parameters() if self.dropped is None else self.dropped
 
     # What the training loop does with them
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from offbeat.plan import Plan
 from offbeat.runtime.comm import Channels
 from offbeat.runtime.engine.reports import Reports
-from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.sync import Synchroniser, make_synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer, group_of
 
 
@@ -19,8 +19,7 @@ class Training:
 
     plan: Plan
     """The one in force: the engine replaces it where a better order was found."""
-    synchronisers: list[Synchroniser]
-    """One per message."""
+    model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
     """By the plan's names."""
     optimizer: Optimizer
@@ -28,6 +27,11 @@ class Training:
     """The user's, without what distribute() added."""
     channels: Channels
     reports: Reports = field(default_factory=Reports)
+    synchronisers: list[Synchroniser] = field(init=False)
+    """One per message."""
+
+    def __post_init__(self) -> None:
+        self.synchronisers = [make_synchroniser(message, self) for message in self.plan.messages]
 
     def optimizer_of(self, units: Iterable[Unit]) -> UnitOptimizer | None:
         """Updates those of the units that the user's optimizer holds; None if it holds none."""

@@ -59,14 +59,10 @@ class Updates:
                 if Portions.fit(synchroniser, component.optimizer):
                     component.portions = Portions(synchroniser, component.optimizer, described.slices)
 
-    def optimizers(self) -> Iterable[UnitOptimizer]:
+    def optimizers(self) -> list[UnitOptimizer]:
         """Every optimizer that stands in for a part of the user's."""
-        yield from self.owners.optimizers.values()
-        if self.outside is not None:
-            yield self.outside
-        for component in self.components:
-            if component.optimizer is not None:
-                yield component.optimizer
+        others = (self.outside, *(component.optimizer for component in self.components))
+        return [*self.owners.optimizers.values(), *(each for each in others if each is not None)]
 
     # Applying
 
@@ -95,7 +91,8 @@ class Updates:
         """Steps an optimizer, with gradients that lie elsewhere than its units say as the synchronisers have them."""
         elsewhere = {key: value for each in synchronisers for key, value in each.unit_gradients().items()}
         with self.at_work():
-            optimizer.take_gradients(elsewhere, self.gradients.without_gradient())
+            dropped = self.gradients.dropped
+            optimizer.take_gradients(elsewhere, self.gradients.unused_parameters() if dropped is None else dropped)
             optimizer.step()
 
     @contextmanager
