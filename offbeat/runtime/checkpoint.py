@@ -6,20 +6,19 @@ every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.retime import largest
 from offbeat.runtime.unit_optimizer import Unit
-
-if TYPE_CHECKING:
-    from offbeat.runtime.engine import Engine
 
 Held = tuple[Unit, dict[str, Any]]
 """A unit and the optimizer's state for it."""
 
 
-def gather_state(engine: "Engine") -> dict[str, Any]:
+def gather_state(engine: Engine) -> dict[str, Any]:
     """The optimizer's state dict as a single device would have it."""
     engine.settle_all()
     optimizer = engine.training.optimizer
@@ -48,7 +47,7 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     return whole
 
 
-def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
+def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
     """Loads a single device's state dict: every rank keeps what it updates."""
     engine.settle_all()
     base = engine.training.optimizer
@@ -67,7 +66,7 @@ def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
             base.state.pop(engine.parameters[name], None)
 
 
-def _densify(engine: "Engine") -> None:
+def _densify(engine: Engine) -> None:
     """SGD's momentum of a sparse gradient is sparse, and cannot be added to where gradients arrive dense.
 
     Spread variables get dense state too, as it is put together.
@@ -81,7 +80,7 @@ def _densify(engine: "Engine") -> None:
                 state[key] = value.to_dense()
 
 
-def _spread_variables(engine: "Engine") -> list[str]:
+def _spread_variables(engine: Engine) -> list[str]:
     """Variables whose state is not whole on every replica, or is kept apart with that of such variables."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     apart = {names[id(unit.parameter)] for each in engine.updates.optimizers() if each.own_state for unit in each.units}
@@ -89,7 +88,7 @@ def _spread_variables(engine: "Engine") -> list[str]:
     return sorted(apart | served)
 
 
-def _held(engine: "Engine") -> dict[str, list[Held]]:
+def _held(engine: Engine) -> dict[str, list[Held]]:
     """What this rank holds of spread variables; of what all replicas hold, the first replica's only."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     first = engine.plan.rank == engine.plan.replicas[0]
@@ -117,16 +116,14 @@ def _is_piece(key: str, value: Any, like: torch.Tensor) -> bool:
     return key != "step" and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _assemble(engine: "Engine", parameter: torch.nn.Parameter, parts: list[Held], key: str, kind: str) -> Any:
+def _assemble(engine: Engine, parameter: torch.nn.Parameter, parts: list[Held], key: str, kind: str) -> Any:
     if kind == "none":
         return None
     channel = engine.channels.control
     if kind == "count":
         number = max((float(state[key]) for _, state in parts), default=0.0)
-        counts = torch.tensor([number], dtype=torch.float64, device=parameter.device)
-        gathered = counts.new_empty(channel.size)
-        channel.all_gather(gathered, counts).wait()
-        return gathered.max().to(torch.float32).cpu()
+        count = torch.tensor([number], dtype=torch.float64, device=parameter.device)
+        return largest(channel, count)[0].to(torch.float32).cpu()
     whole = torch.zeros_like(parameter, requires_grad=False)
     for unit, state in parts:
         value = state[key]

@@ -315,21 +315,16 @@ def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:
 def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Parameter]:
     """The model's trainable parameters by the plan's names, or one sentence that says where they differ."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for variable in plan.graph.variables:
-        parameter = found.get(variable.name)
-        if parameter is None:
-            raise StrategyError(
-                f"the model has no trainable parameter {variable.name!r}, which the strategy synchronises"
-            )
-        if tuple(parameter.shape) != variable.shape:
-            raise StrategyError(
-                f"parameter {variable.name!r} has shape {list(parameter.shape)}, "
-                f"the strategy was made for {list(variable.shape)}"
-            )
-    missing = sorted(set(found) - {variable.name for variable in plan.graph.variables})
-    if missing:
-        raise StrategyError(f"the strategy does not know the trainable parameter {missing[0]!r}")
-    return {variable.name: found[variable.name] for variable in plan.graph.variables}
+    known = {variable.name: variable.shape for variable in plan.graph.variables}
+    for name, shape in known.items():
+        if name not in found:
+            raise StrategyError(f"the model has no trainable parameter {name!r}, which the strategy synchronises")
+        if tuple(found[name].shape) != shape:
+            here = list(found[name].shape)
+            raise StrategyError(f"parameter {name!r} has shape {here}, the strategy was made for {list(shape)}")
+    if found.keys() - known:
+        raise StrategyError(f"the strategy does not know the trainable parameter {min(found.keys() - known)!r}")
+    return {name: found[name] for name in known}
 
 
 def _check_ranks_agree(plan: Plan, world: World) -> None:

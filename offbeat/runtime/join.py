@@ -47,10 +47,9 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
             runtime.engine.step()
 
 
-def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[int, int]:
+def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> list[int]:
     """How many ranks have data left, and how many of them will synchronise."""
     counts = torch.tensor([active, synchronise], dtype=torch.int32, device=runtime.device)
     with explain(runtime.plan, what="word of which ranks have data left"):
         runtime.engine.channels.control.all_reduce(counts).wait()
-    active_ranks, synchronising = counts.tolist()
-    return active_ranks, synchronising
+    return counts.tolist()

@@ -96,12 +96,10 @@ class Liveness:
 
 def _own_address() -> str | None:
     """The address at which the job's other machines reach this one; None where the launcher does not tell."""
-    if "MASTER_ADDR" not in os.environ:
-        return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Connecting a datagram socket sends nothing, it only chooses the interface.
             probe.connect((os.environ["MASTER_ADDR"], 9))
             return probe.getsockname()[0]
-    except OSError:
+    except (KeyError, OSError):
         return None

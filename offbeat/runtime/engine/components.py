@@ -7,7 +7,7 @@ import torch
 from offbeat.plan.program import Component as Described
 from offbeat.runtime.engine.portions import Portions
 from offbeat.runtime.engine.training import Training
-from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.sync import StaleAllReduce, Synchroniser
 from offbeat.runtime.unit_optimizer import Unit
 
 
@@ -29,7 +29,8 @@ class Component:
         self.averages = [(p, each.views[place]) for p, (each, place) in first.items()] if simple else []
         """Each parameter with the place of its averaged gradient, where that is always the same."""
         self.relaxed = any(synchroniser.relaxed for synchroniser in self.synchronisers)
-        self.stale = described.staleness > 0
+        self.stale = [each for each in self.synchronisers if isinstance(each, StaleAllReduce)]
+        """The same synchronisers, or none where messages are applied in their own step."""
         self.optimizer = training.optimizer_of(self._replicated_units())
         """Applies what every replica applies; None if it holds nothing of the kind."""
         self.portions: Portions | None = None

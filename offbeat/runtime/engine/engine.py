@@ -59,7 +59,7 @@ class Engine:
         self.owners = Owners(training, aliases.held)
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
         self.gradients = Gradients(training, self.components, self.owners, unused)
-        self.updates = Updates(training, self.components, self.gradients, self.owners, aliases)
+        self.updates = Updates(self.gradients, aliases)
         self.all_replicated = program.replicated
         self.follow(training.plan)
         planned = {name: self.parameters[name] for name in program.carriers}

@@ -73,14 +73,12 @@ class Gradients:
 
     def finish(self, synchroniser: Synchroniser) -> None:
         """Finishes a message and, where ranks could otherwise disagree on the order, those before it."""
-        if synchroniser.later_rounds and synchroniser.replicated:
-            for earlier in self.in_rounds[: self.in_rounds.index(synchroniser)]:
-                if earlier.loaded:
-                    with explain(self.training.plan, earlier):
-                        earlier.finish()
-        if synchroniser.loaded:
-            with explain(self.training.plan, synchroniser):
-                synchroniser.finish()
+        rounds = self.in_rounds
+        earlier = rounds[: rounds.index(synchroniser)] if synchroniser in rounds else []
+        for each in (*earlier, synchroniser):
+            if each.loaded:
+                with explain(self.training.plan, each):
+                    each.finish()
 
     def average(self) -> None:
         """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""

@@ -15,7 +15,6 @@ class UnusedParameters:
     """Finds out which variables no replica used."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], channel: Channel, track: bool | None) -> None:
-        self.names = list(parameters)
         self.place = {name: index for index, name in enumerate(parameters)}
         self.channel = channel
         device = next(iter(parameters.values())).device
@@ -51,5 +50,5 @@ class UnusedParameters:
             counts = self.used.tolist()
             if self.track is None:
                 self.track = min(counts) < self.channel.size
-            self.nowhere = [name for name, count in zip(self.names, counts, strict=True) if not count]
+            self.nowhere = [name for name, count in zip(self.place, counts, strict=True) if not count]
         return self.nowhere

@@ -11,9 +11,7 @@ import torch
 from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
-from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.portions import Portions
-from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
@@ -23,20 +21,12 @@ from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 class Updates:
     """The optimizer's side of a plan on one rank."""
 
-    def __init__(
-        self,
-        training: Training,
-        components: list[Component],
-        gradients: Gradients,
-        owners: Owners,
-        aliases: AliasCheck,
-    ) -> None:
-        self.training = training
+    def __init__(self, gradients: Gradients, aliases: AliasCheck) -> None:
+        self.training = training = gradients.training
         self.reports = training.reports
-        self.components = components
         self.gradients = gradients
-        self.owners = owners
-        self.component_of = {id(parameter): each for each in components for parameter in each.parameters}
+        self.components, self.owners = gradients.components, gradients.owners
+        self.component_of = {id(parameter): each for each in self.components for parameter in each.parameters}
         held = (parameter for group in training.optimizer.param_groups for parameter in group["params"])
         self.outside = training.optimizer_of(Unit(p, p) for p in held if id(p) not in self.component_of)
         """For parameters that the plan knows nothing of: they are stepped here alone."""
@@ -163,14 +153,13 @@ class Updates:
 
     def _step_stale(self, component: Component) -> None:
         """This step's messages leave; those that are due, or have arrived, are applied."""
-        for synchroniser in component.synchronisers:
+        for synchroniser in component.stale:
             synchroniser.depart()
-        first = component.synchronisers[0]
-        while len(first.flying) > first.message.staleness or all(each.arrived for each in component.synchronisers):
+        while component.stale[0].due or all(each.arrived for each in component.stale):
             self._apply_stale(component)
 
     def _apply_stale(self, component: Component) -> None:
-        for synchroniser in component.synchronisers:
+        for synchroniser in component.stale:
             with explain(self.training.plan, synchroniser):
                 synchroniser.arrive()
                 self.owners.run_stale(synchroniser.message.index, self.apply)
@@ -188,7 +177,7 @@ class Updates:
         """Applies everything, stale messages too, so that all replicas are equal; every rank must call it."""
         self.settle_all()
         for component in self.components:
-            while component.synchronisers[0].flying:
+            while component.stale and component.stale[0].flying:
                 self._apply_stale(component)
 
     # Forgetting

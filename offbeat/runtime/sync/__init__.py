@@ -22,7 +22,7 @@ from offbeat.runtime.sync.stale import StaleAllReduce, StaleServer
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Training
 
-__all__ = ["AsyncServer", "Synchroniser", "box_slices", "make_synchroniser"]
+__all__ = ["AsyncServer", "StaleAllReduce", "Synchroniser", "box_slices", "make_synchroniser"]
 
 _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 

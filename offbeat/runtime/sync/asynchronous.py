@@ -10,12 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from offbeat.runtime.comm import Channel, CommunicationFailed
 from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser, piece_views
+from offbeat.runtime.unit_optimizer import Unit
 
 _GRADIENT, _FAREWELL = 1, 0
 _UP, _DOWN = 1, 2
@@ -29,7 +31,10 @@ class AsyncMessage(ServerSynchroniser):
         super().__init__(*arguments)
         # The server's threads must not touch what autograd is writing, so they work on tensors of their own.
         self.inbox = torch.zeros_like(self.buffer)
-        self.unit_views = list(piece_views(self.message, self.inbox))
+
+    def units(self) -> list[Unit]:
+        arriving = piece_views(self.message, self.inbox)
+        return [replace(unit, gradient=next(arriving)) for unit in super().units()]
 
 
 class AsyncServer:

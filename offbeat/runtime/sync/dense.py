@@ -6,7 +6,6 @@ of a piece. Here it is also the plainest kind, a dense all-reduce that every rep
 they do differently. A kind with owners updates its own part and sends parameters back.
 """
 
-from collections import deque
 from collections.abc import Generator, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
@@ -52,8 +51,6 @@ class Synchroniser:
         """Collectives under way, by the task's place in the issue order."""
         self.loaded = False
         """A gradient has been taken over and is not finished yet."""
-        self.flying: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
-        """Stale messages of this and earlier steps that have not been applied, with their collectives."""
         self.handles: list[Any] = []
         """Hooks on the model's modules."""
 
@@ -169,19 +166,6 @@ class Synchroniser:
     def publish(self, tasks: list[Task]) -> None:
         """Sends the averaged gradient itself to every replica, for a training loop that reads it."""
 
-    # What stale messages do
-
-    @property
-    def arrived(self) -> bool:
-        """The oldest message can be applied without waiting."""
-        return False
-
-    def depart(self) -> None:
-        """This step's message is on its way; the buffer is free for the next."""
-
-    def arrive(self) -> None:
-        """Takes the oldest message, waiting for it if need be."""
-
 
 class EncodedAllReduce(Synchroniser):
     """A dense message whose gradient travels encoded."""
@@ -286,16 +270,11 @@ class OwnedSynchroniser(Synchroniser):
 class ServerSynchroniser(OwnedSynchroniser):
     """Reduced to its owner, who updates it and broadcasts the parameters."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.unit_views = self.views
-        """Where the owner's update finds the averaged gradients."""
-
     def units(self) -> list[Unit]:
         if self.me != self.message.owner:
             return []
         # A tensor of its own, because the training loop may give the parameter another memory.
-        held = zip(self.message.pieces, self.parameters, self.value_views, self.unit_views, strict=True)
+        held = zip(self.message.pieces, self.parameters, self.value_views, self.views, strict=True)
         return [
             Unit(parameter, torch.nn.Parameter(value), view, box_slices(piece))
             for piece, parameter, value, view in held

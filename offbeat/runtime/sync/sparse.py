@@ -101,7 +101,6 @@ class SparseServer(SparseGather):
     """Rows of a sparse gradient, gathered by their owner, who updates the table and sends changed rows back."""
 
     def hold_values(self, aliased: frozenset[int]) -> None:
-        self._find_table()
         self.unit = torch.nn.Parameter(self.table)
         self.back = RowExchange(self.exchange.width, self.dtype, self.device, self.exchange.block_rows)
         self.returned: torch.Tensor | None = None
@@ -113,15 +112,14 @@ class SparseServer(SparseGather):
         self.most_rows = 0
         """Most rows that any rank has held so far."""
 
-    def _find_table(self) -> None:
-        low, high = self.rows_range
-        self.table = self.parameters[0].data[low:high]
+    @property
+    def table(self) -> torch.Tensor:
+        """These rows where they lie now: the training loop may have given the parameter another memory."""
+        return self.parameters[0].data[slice(*self.rows_range)]
 
     def pack_values(self) -> None:
-        self._find_table()
         assert self.unit is not None
-        if self.unit.data_ptr() != self.table.data_ptr():
-            self.unit.data = self.table
+        self.unit.data = self.table
 
     def finish(self) -> None:
         Synchroniser.finish(self)
@@ -194,8 +192,9 @@ class SparseServer(SparseGather):
             return
         changed = None
         if self.me == task.root:
-            numbers = (self.table != self.before).reshape(len(self.table), -1).any(dim=1).nonzero()[:, 0]
-            changed = Rows(numbers, self.table[numbers].reshape(len(numbers), self.back.width))
+            table = self.table
+            numbers = (table != self.before).reshape(len(table), -1).any(dim=1).nonzero()[:, 0]
+            changed = Rows(numbers, table[numbers].reshape(len(numbers), self.back.width))
         self.works[task.index], block = self._broadcast(task, changed)
         self.returned = None if self.me == task.root else block
 
@@ -217,7 +216,6 @@ class SparseServer(SparseGather):
     @torch.no_grad()
     def receive(self) -> None:
         self.finish()
-        self._find_table()
         if self.returned is not None:
             rows = self.back.unpack(self.returned)
             self.table[rows.numbers] = rows.values.reshape(-1, *self.shape[1:])

@@ -6,7 +6,13 @@ parallel training. What has arrived is applied at once, in the order in which it
 sums in the same order.
 """
 
+from collections import deque
+from typing import Any
+
+import torch
+
 from offbeat.plan import Task
+from offbeat.runtime.comm import Work
 from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser
 
 
@@ -14,6 +20,11 @@ class StaleAllReduce(Synchroniser):
     """An all-reduced message of which several steps' copies may be under way."""
 
     elementwise = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.flying: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
+        """Messages of this and earlier steps that have not been applied, with their collectives."""
 
     def load(self) -> None:
         super().load()
@@ -24,15 +35,24 @@ class StaleAllReduce(Synchroniser):
             self.works[task.index] = self._start(task, self.leaving[task.start : task.stop])
 
     def depart(self) -> None:
+        """This step's message is on its way; the buffer is free for the next."""
         self.flying.append((self.leaving, self.works))
         self.works = {}
         self.loaded = False
 
     @property
+    def due(self) -> bool:
+        """The oldest message must be waited for."""
+        return len(self.flying) > self.message.staleness
+
+    @property
     def arrived(self) -> bool:
-        return bool(self.flying) and all(work.is_completed() for work in self.flying[0][1].values())
+        """The oldest message can be applied without waiting."""
+        # A server's parameters come back by a collective, so all ranks must take its message at the same point.
+        return self.replicated and bool(self.flying) and all(work.is_completed() for work in self.flying[0][1].values())
 
     def arrive(self) -> None:
+        """Takes the oldest message, waiting for it if need be."""
         tensor, works = self.flying.popleft()
         for work in works.values():
             work.wait()
@@ -41,8 +61,3 @@ class StaleAllReduce(Synchroniser):
 
 class StaleServer(StaleAllReduce, ServerSynchroniser):
     """A server's message of which several steps' copies may be under way."""
-
-    @property
-    def arrived(self) -> bool:
-        # Parameters come back by a collective, so all ranks must take the message at the same point.
-        return False
