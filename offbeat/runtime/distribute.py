@@ -264,8 +264,6 @@ class Runtime:
         """The optimizer as it would be without distribute(), on the same parameters."""
         state = gather_state(self.engine)
         plain = twin(self.optimizer, self.optimizer_class)
-        for name in ("_offbeat", "step"):
-            vars(plain).pop(name, None)
         plain.param_groups = [{**group, "params": list(group["params"])} for group in self.optimizer.param_groups]
         plain.state = defaultdict(dict)
         plain.load_state_dict(state)

@@ -62,9 +62,7 @@ class Engine:
         self.updates = Updates(self.gradients, aliases)
         self.all_replicated = program.replicated
         self.follow(training.plan)
-        planned = {name: self.parameters[name] for name in program.carriers}
-        others = {name: parameter for name, parameter in self.parameters.items() if name not in planned}
-        self.arrivals = Arrivals(planned, others, self)
+        self.arrivals = Arrivals(self)
         frozen = [parameter for parameter in training.model.parameters() if not parameter.requires_grad]
         self.watched = [*self.parameters.values(), *frozen]
         lazy = mode == "deferred" or not self.all_replicated
@@ -88,7 +86,6 @@ class Engine:
         self.began = time.perf_counter()
         self.updates.settle_all()
         self.gradients.backward_begins()
-        self.owners.backward_begins()
         self.head = 0
         self.missing = list(self.plan.program.awaited)
         self.loaded = [False] * len(self.synchronisers)

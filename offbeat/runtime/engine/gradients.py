@@ -48,6 +48,7 @@ class Gradients:
     def backward_begins(self) -> None:
         """What is under way or kept elsewhere must be shown first: the pass adds to it."""
         self.publish_all()
+        self.owners.prepared = self.owners.reduced = False
         self.phase = Phase.BACKWARD
         self.cleared.clear()
         self.untaken = self.carried.copy()

@@ -27,8 +27,8 @@ class Owners:
         self.stale_tail = training.plan.program.tail_of("stale")
         self.served = [training.synchronisers[index] for index in dict.fromkeys(task.message for task in self.tail)]
         """Messages whose averaged gradient is not on every replica."""
-        self.prepared = False
-        self.reduced = False
+        self.prepared = self.reduced = False
+        """Whether `prepare` and `reduce` have run since the last backward pass began."""
         self.optimizers: dict[int, UnitOptimizer] = {}
         """For what this rank owns, by message, with its own optimizer state."""
         for synchroniser in training.synchronisers:
@@ -37,10 +37,6 @@ class Owners:
                 optimizer = training.optimizer_of(synchroniser.units())
                 if optimizer is not None:
                     self.optimizers[synchroniser.message.index] = optimizer
-
-    def backward_begins(self) -> None:
-        """Another step's messages follow."""
-        self.prepared = self.reduced = False
 
     def prepare(self) -> None:
         """Rounds that owners' updates need, in one order on all ranks and before any rank waits for an owner."""

@@ -38,7 +38,6 @@ class Updates:
         """An optimizer is at work, so that accesses to gradients are not the training loop's."""
         self.aliases = aliases
         aliases.count_own()
-        self.follow(training.plan)
 
     def follow(self, plan: Plan) -> None:
         """Applies slices in the order in which this plan sends them."""
