@@ -125,7 +125,7 @@ def unwatch(parameter: torch.nn.Parameter) -> None:
 
 
 def can_be_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether accesses to this parameter can be noticed; a class of somebody else's must be left alone."""
+    """Whether accesses to this parameter can be noticed: other subclasses of Parameter are left alone."""
     return type(parameter) in (torch.nn.Parameter, *_KINDS)
 
 

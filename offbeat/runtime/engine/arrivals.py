@@ -87,11 +87,6 @@ class Arrivals:
             self.expected.update({name: n for name, n in self.calls.items() if not self.expected[name]})
         self.engine.backward_ends()
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-
 
 def _refuse(name: str, _: torch.Tensor) -> None:
     raise StrategyError(

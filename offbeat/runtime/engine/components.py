@@ -23,10 +23,9 @@ class Component:
             for place, parameter in enumerate(synchroniser.parameters):
                 self.pieces[parameter].append((synchroniser, place))
         self.parameters = tuple(self.pieces)
-        first = {parameter: pieces[0] for parameter, pieces in self.pieces.items()}
-        simple = all(len(pieces) == 1 for pieces in self.pieces.values())
-        simple = simple and all(each.elementwise and each.whole[place] for each, place in first.values())
-        self.averages = [(p, each.views[place]) for p, (each, place) in first.items()] if simple else []
+        only = [(parameter, *pieces[0]) for parameter, pieces in self.pieces.items() if len(pieces) == 1]
+        fixed = [(p, each.views[place]) for p, each, place in only if each.elementwise and each.whole[place]]
+        self.averages = fixed if len(fixed) == len(self.pieces) else []
         """Each parameter with the place of its averaged gradient, where that is always the same."""
         self.relaxed = any(synchroniser.relaxed for synchroniser in self.synchronisers)
         self.stale = [each for each in self.synchronisers if isinstance(each, StaleAllReduce)]

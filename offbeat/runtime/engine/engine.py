@@ -266,10 +266,9 @@ class Engine:
         self.drain()
         if self.server is not None:
             self.server.close()
-        self.arrivals.remove()
-        for synchroniser in self.synchronisers:
-            for handle in synchroniser.handles:
-                handle.remove()
+        hooks = [handle for synchroniser in self.synchronisers for handle in synchroniser.handles]
+        for handle in (*self.arrivals.handles, *hooks):
+            handle.remove()
         for parameter in self.watched:
             unwatch(parameter)
         self.channels.leave()

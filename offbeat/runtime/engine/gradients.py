@@ -89,7 +89,7 @@ class Gradients:
             self.phase = Phase.AVERAGED
 
     def publish(self) -> None:
-        """Also for what has an owner: its averaged gradient goes to every replica."""
+        """Shows the averages that owners have, too: they send them to every replica."""
         self.average()
         if self.phase is Phase.AVERAGED:
             self.owners.reduce()
@@ -97,7 +97,7 @@ class Gradients:
             self.phase = Phase.PUBLISHED
 
     def publish_all(self) -> None:
-        """Whatever has been averaged is in `parameter.grad` everywhere, before a step or after it."""
+        """Puts whatever has been averaged into `parameter.grad` on every replica, before a step or after it."""
         self.publish()
         if self.phase is Phase.KEPT:
             self.publish_kept()
@@ -161,7 +161,7 @@ class Gradients:
         self.phase = Phase.PUBLISHED
 
     def take_back(self) -> None:
-        """What the training loop made of the published gradients is what is applied."""
+        """Takes published gradients back to be applied, as the training loop may have changed them."""
         self.dropped = None
         if self.phase is Phase.PUBLISHED:
             for synchroniser in self.training.synchronisers:
@@ -170,7 +170,7 @@ class Gradients:
             self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
 
     def discard(self) -> None:
-        """The gradients on their way are not wanted: they arrive and are forgotten."""
+        """Waits for the gradients that are on their way, and forgets them."""
         self.owners.prepare()
         for synchroniser in self.training.synchronisers:
             if synchroniser.replicated and not synchroniser.relaxed:

@@ -39,7 +39,7 @@ class Owners:
                     self.optimizers[synchroniser.message.index] = optimizer
 
     def prepare(self) -> None:
-        """Rounds that owners' updates need, in one order on all ranks and before any rank waits for an owner."""
+        """Runs the rounds that updates need, in one order on all ranks and before any rank waits for an owner."""
         if not self.prepared:
             self.prepared = True
             for synchroniser in self.served:
@@ -47,7 +47,7 @@ class Owners:
                     synchroniser.prepare()
 
     def reduce(self) -> None:
-        """The reductions of the tail, without the updates."""
+        """Runs the reductions of the tail, without the updates."""
         self.prepare()
         if not self.reduced:
             self.reduced = True
@@ -56,14 +56,14 @@ class Owners:
                     self._run(task, None)
 
     def run(self, apply: Apply) -> None:
-        """The tail: reductions that have not run yet, updates, and returning parameters."""
+        """Runs the tail: reductions that have not run yet, updates, and the return of parameters."""
         self.prepare()
         for task in self.tail:
             if _returning(task) or not self.reduced:
                 self._run(task, apply)
 
     def run_stale(self, message: int, apply: Apply) -> None:
-        """The tail of one stale message that has arrived."""
+        """Runs the tail of one stale message that has arrived."""
         for task in self.stale_tail:
             if task.message == message:
                 self._do(task, apply)

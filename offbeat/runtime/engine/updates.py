@@ -77,7 +77,7 @@ class Updates:
                 self._step_stale(component)
 
     def apply(self, optimizer: UnitOptimizer, *synchronisers: Synchroniser) -> None:
-        """Steps an optimizer, with gradients that lie elsewhere than its units say as the synchronisers have them."""
+        """Steps an optimizer; gradients that do not lie where its units say are taken from the synchronisers."""
         elsewhere = {key: value for each in synchronisers for key, value in each.unit_gradients().items()}
         with self.at_work():
             dropped = self.gradients.dropped
@@ -114,7 +114,7 @@ class Updates:
                 self.settle(component)
 
     def settle_aliased(self) -> None:
-        """Views that others keep of a parameter cannot be brought up to date when they are read, so they are now."""
+        """Settles parameters of which others hold views: a view cannot be brought up to date when it is read."""
         for component in self.components if self.outstanding else ():
             if not component.settled and self.aliases.any(component.parameters):
                 self.settle(component)

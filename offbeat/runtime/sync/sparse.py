@@ -12,7 +12,7 @@ from offbeat.plan import Task
 from offbeat.runtime.comm import Work
 from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync.dense import Synchroniser, box_slices
-from offbeat.runtime.sync.rows import RowExchange, Rows
+from offbeat.runtime.sync.rows import RowExchange, Rows, gather_blocks
 from offbeat.runtime.unit_optimizer import Unit
 from offbeat.torch_private import backward_pass
 
@@ -132,10 +132,8 @@ class SparseServer(SparseGather):
     def start(self, task: Task) -> None:
         if len(task.ranks) > 1:
             # Only the owner sees the blocks, but everybody must know whether there is more to send.
-            channel = self.channels.up(task.ranks)
-            counts = torch.empty(channel.size, dtype=torch.int64, device=self.device)
-            mine = torch.tensor([len(self.rows)], device=self.device)
-            self.counting = channel.all_gather(counts, mine), counts
+            count = torch.tensor([len(self.rows)], device=self.device)
+            self.counting = gather_blocks(self.channels.up(task.ranks), count, None)
         super().start(task)
 
     def prepare(self) -> None:
@@ -182,7 +180,7 @@ class SparseServer(SparseGather):
         self._gather()
         for task in tasks:
             if len(task.ranks) > 1:
-                work, block = self._broadcast(task, self.rows)
+                work, block = self._broadcast(task, self.rows if self.me == task.root else None)
                 work.wait()
                 self.rows = self.back.unpack(block)
 
@@ -199,18 +197,15 @@ class SparseServer(SparseGather):
         self.returned = None if self.me == task.root else block
 
     def _broadcast(self, task: Task, rows: Rows | None) -> tuple[Work, torch.Tensor]:
-        """Two broadcasts: how many rows the root has, and the rows, which the block receives."""
+        """Broadcasts the number of the root's rows, then the rows, which the block receives; others have no `rows`."""
         assert task.root is not None
         channel = self.channels.back(task.ranks)
-        count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        block = None
-        if self.me == task.root:
-            assert rows is not None
-            count.fill_(len(rows))
-            block = self.back.pack(rows, 0, max(1, len(rows)))
+        count = torch.tensor([len(rows) if rows is not None else 0], device=self.device)
         channel.broadcast(count, task.root).wait()
-        if block is None:
+        if rows is None:
             block = self.back.empty(max(1, int(count)))
+        else:
+            block = self.back.pack(rows, 0, max(1, len(rows)))
         return channel.broadcast(block, task.root), block
 
     @torch.no_grad()
