@@ -5,6 +5,8 @@ received before the next forward, so that nobody waits for it. Where buffers hav
 the same points of the training loop on every rank, they are sent once more.
 """
 
+from collections import defaultdict
+
 import torch
 
 from offbeat.runtime.comm import Channel, Work
@@ -18,14 +20,12 @@ class BufferKeeper:
         self.channel = channel
         self.root = root
         self.here = channel.ranks[channel.index] == root
-        self.by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for buffer in model.buffers():
             if buffer.numel():
-                self.by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        self.flat = {
-            dtype: torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
-            for dtype, buffers in self.by_dtype.items()
-        }
+                by_dtype[buffer.dtype].append(buffer)
+        self.buffers = [(held[0].new_empty(sum(b.numel() for b in held)), held) for held in by_dtype.values()]
+        """Those of one element type, behind the flat tensor that travels."""
         self.works: list[Work] = []
         self.due = True
         """Whether the next forward shares them."""
@@ -33,17 +33,17 @@ class BufferKeeper:
         """Of each buffer when it was last sent or received, as torch counts changes."""
 
     def _versions(self) -> list[int]:
-        return [version_of(buffer) for buffers in self.by_dtype.values() for buffer in buffers]
+        return [version_of(buffer) for _, held in self.buffers for buffer in held]
 
     @torch.no_grad()
     def send(self) -> None:
         """Starts the broadcast of rank 0's present values."""
-        if self.channel.size == 1 or not self.flat:
+        if self.channel.size == 1 or not self.buffers:
             return
         self.receive()
-        for dtype, flat in self.flat.items():
+        for flat, held in self.buffers:
             if self.here:
-                torch.cat([buffer.reshape(-1) for buffer in self.by_dtype[dtype]], out=flat)
+                torch.cat([buffer.reshape(-1) for buffer in held], out=flat)
             self.works.append(self.channel.broadcast(flat, self.root))
         self.versions = self._versions()
 
@@ -60,8 +60,7 @@ class BufferKeeper:
         for work in self.works:
             work.wait()
         self.works.clear()
-        for dtype, flat in self.flat.items() if not self.here else ():
-            buffers = self.by_dtype[dtype]
-            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        for flat, held in self.buffers if not self.here else ():
+            for buffer, values in zip(held, flat.split([b.numel() for b in held]), strict=True):
                 buffer.copy_(values.view_as(buffer))
         self.versions = self._versions()

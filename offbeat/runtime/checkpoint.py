@@ -6,27 +6,30 @@ every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections import defaultdict
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.retime import largest
 from offbeat.runtime.unit_optimizer import Unit
-
-if TYPE_CHECKING:
-    from offbeat.runtime.engine import Engine
 
 Held = tuple[Unit, dict[str, Any]]
 """A unit and the optimizer's state for it."""
 
 
-def gather_state(engine: "Engine") -> dict[str, Any]:
+def gather_state(engine: Engine) -> dict[str, Any]:
     """The optimizer's state dict as a single device would have it."""
     engine.settle_all()
-    with _without_strays(engine.optimizer):
-        whole = engine.optimizer_class.state_dict(engine.optimizer)
+    optimizer = engine.training.optimizer
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): number for number, parameter in enumerate(ordered)}
+    # The training loop may have taken parameters out of the optimizer's groups; their state stays behind.
+    strays = {key: optimizer.state.pop(key) for key in list(optimizer.state) if id(key) not in index}
+    try:
+        whole = engine.training.optimizer_class.state_dict(optimizer)
+    finally:
+        optimizer.state.update(strays)
     spread = _spread_variables(engine)
     if not spread:
         return whole
@@ -34,8 +37,6 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
     # What this rank holds nothing of, another may.
     kinds = {name: keys for one in engine.channels.world.all_gather_object(mine) for name, keys in one.items()}
-    ordered = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    index = {id(parameter): number for number, parameter in enumerate(ordered)}
     for name in spread:
         parameter = engine.parameters[name]
         if name in kinds and id(parameter) in index:
@@ -46,22 +47,11 @@ def gather_state(engine: "Engine") -> dict[str, Any]:
     return whole
 
 
-@contextmanager
-def _without_strays(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Sets the state of parameters aside that the training loop has taken out of the optimizer's groups."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    strays = {key: optimizer.state.pop(key) for key in list(optimizer.state) if id(key) not in held}
-    try:
-        yield
-    finally:
-        optimizer.state.update(strays)
-
-
-def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
+def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
     """Loads a single device's state dict: every rank keeps what it updates."""
     engine.settle_all()
-    base = engine.optimizer
-    engine.optimizer_class.load_state_dict(base, whole)
+    base = engine.training.optimizer
+    engine.training.optimizer_class.load_state_dict(base, whole)
     _densify(engine)
     for optimizer in engine.updates.optimizers():
         if not optimizer.own_state:
@@ -76,7 +66,7 @@ def scatter_state(engine: "Engine", whole: dict[str, Any]) -> None:
             base.state.pop(engine.parameters[name], None)
 
 
-def _densify(engine: "Engine") -> None:
+def _densify(engine: Engine) -> None:
     """SGD's momentum of a sparse gradient is sparse, and cannot be added to where gradients arrive dense.
 
     Spread variables get dense state too, as it is put together.
@@ -84,13 +74,13 @@ def _densify(engine: "Engine") -> None:
     sparse = {name for m in engine.plan.messages if m.synchronizer == "sparse_all_gather" for name in m.variables}
     dense = set(_spread_variables(engine)).union(engine.parameters.keys() - sparse)
     for name in dense:
-        state = engine.optimizer.state.get(engine.parameters[name], {})
+        state = engine.training.optimizer.state.get(engine.parameters[name], {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.layout != torch.strided:
                 state[key] = value.to_dense()
 
 
-def _spread_variables(engine: "Engine") -> list[str]:
+def _spread_variables(engine: Engine) -> list[str]:
     """Variables whose state is not whole on every replica, or is kept apart with that of such variables."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     apart = {names[id(unit.parameter)] for each in engine.updates.optimizers() if each.own_state for unit in each.units}
@@ -98,7 +88,7 @@ def _spread_variables(engine: "Engine") -> list[str]:
     return sorted(apart | served)
 
 
-def _held(engine: "Engine") -> dict[str, list[Held]]:
+def _held(engine: Engine) -> dict[str, list[Held]]:
     """What this rank holds of spread variables; of what all replicas hold, the first replica's only."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     first = engine.plan.rank == engine.plan.replicas[0]
@@ -126,16 +116,14 @@ def _is_piece(key: str, value: Any, like: torch.Tensor) -> bool:
     return key != "step" and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _assemble(engine: "Engine", parameter: torch.nn.Parameter, parts: list[Held], key: str, kind: str) -> Any:
+def _assemble(engine: Engine, parameter: torch.nn.Parameter, parts: list[Held], key: str, kind: str) -> Any:
     if kind == "none":
         return None
     channel = engine.channels.control
     if kind == "count":
         number = max((float(state[key]) for _, state in parts), default=0.0)
-        counts = torch.tensor([number], dtype=torch.float64, device=parameter.device)
-        gathered = counts.new_empty(channel.size)
-        channel.all_gather(gathered, counts).wait()
-        return gathered.max().to(torch.float32).cpu()
+        count = torch.tensor([number], dtype=torch.float64, device=parameter.device)
+        return largest(channel, count)[0].to(torch.float32).cpu()
     whole = torch.zeros_like(parameter, requires_grad=False)
     for unit, state in parts:
         value = state[key]

@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from offbeat.plan import Plan, lower
 from offbeat.runtime.buffers import BufferKeeper
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.comm import Channel, Channels, Key, World, torch_world
-from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine import Engine, Mode, Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.handle import Decision
@@ -29,7 +29,6 @@ from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.structure import Structure, watch_structure
-from offbeat.runtime.sync import make_synchronisers
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
@@ -95,7 +94,7 @@ class Runtime:
 
     def _count_step(self) -> None:
         self.steps += 1
-        if self.gate.watched and self.engine.wanted_mode == "barrier":
+        if self.gate.watched is not None and self.engine.wanted_mode == "barrier":
             self.gate.let_pass()
 
     @property
@@ -103,33 +102,33 @@ class Runtime:
         """The plan in force: the one it was made with, or the one with the order that was found since."""
         return self.engine.plan
 
-    def _check(self, plan: Plan) -> tuple[Literal["deferred", "barrier"], str]:
+    def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
         _check_messages(plan, self.optimizer_class)
         _check_ranks_agree(plan, self.world)
-        return choose_mode(self.model, self.optimizer, self.optimizer_class, plan)
+        wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
+        odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
+        if wanted == "barrier":
+            return "barrier", "the strategy asks for it"
+        if not per_variable(self.optimizer_class):
+            obstacle = f"optimizer {kind} may couple variables"
+        elif has_step_hooks(self.optimizer):
+            obstacle = f"optimizer {kind} has step hooks"
+        elif any(uncompiled(module) is not module for module in self.model.modules()):
+            obstacle = "the model is compiled"
+        elif odd:
+            obstacle = f"parameter {odd[0]!r} is of a class of its own"
+        else:
+            return "deferred", "updates may wait until a module needs them"
+        if wanted == "deferred":
+            raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
+        return "barrier", obstacle
 
-    def _attach(
-        self,
-        plan: Plan,
-        mode: Literal["deferred", "barrier"],
-        reason: str,
-        before: AliasCheck | None = None,
-    ) -> None:
+    def _attach(self, plan: Plan, mode: Mode, reason: str, before: AliasCheck | None = None) -> None:
         """Makes an engine for the plan; `before` knows who else held views of parameters under the last one."""
         channels = Channels(plan, self.world, self.timeout, self.opened)
-        synchronisers = make_synchronisers(self.model, plan, channels, self.parameters, self.optimizer_class)
-        self.engine = Engine(
-            plan,
-            synchronisers,
-            self.parameters,
-            self.optimizer,
-            self.optimizer_class,
-            channels,
-            mode,
-            self.find_unused,
-            AliasCheck(self.parameters.values(), before),
-        )
+        training = Training(plan, self.model, self.parameters, self.optimizer, self.optimizer_class, channels)
+        self.engine = Engine(training, mode, self.find_unused, AliasCheck(self.parameters.values(), before))
         self.engine.step_hooks = self.step_hooks
         self.gate = ForwardGate(self.model, self.engine)
         self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
@@ -137,8 +136,6 @@ class Runtime:
         self.gate.before_forward = self.before_forward
         self.retimer: Retimer | None = None
         self.structure = Structure(self.model, self.optimizer)
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        self.engine.watch_parameters(frozen, lazy=mode == "deferred" or not self.engine.all_replicated)
         self.step_hooks.append(self._after_first_step)
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
@@ -222,7 +219,7 @@ class Runtime:
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""
         engine = self.engine
-        if not self.gate.watched:
+        if self.gate.watched is None:
             return
         self.step_hooks.remove(self._after_first_step)
         if engine.wanted_mode == "deferred":
@@ -231,7 +228,7 @@ class Runtime:
         ordered = any(not message.asynchronous for message in self.plan.messages)
         if self.plan.strategy.schedule.policy != "explicit" and len(self.plan.replicas) > 1 and ordered:
             self.link = self.link or fit_link(engine.channels.control, self.device)
-            self.retimer = Retimer(engine, self.gate.use_order, self.device, self.link)
+            self.retimer = Retimer(engine, self.gate.watched.order, self.device, self.link)
             self.step_hooks.append(self.retimer.after_step)
 
     @property
@@ -267,8 +264,6 @@ class Runtime:
         """The optimizer as it would be without distribute(), on the same parameters."""
         state = gather_state(self.engine)
         plain = twin(self.optimizer, self.optimizer_class)
-        for name in ("_offbeat", "step"):
-            vars(plain).pop(name, None)
         plain.param_groups = [{**group, "params": list(group["params"])} for group in self.optimizer.param_groups]
         plain.state = defaultdict(dict)
         plain.load_state_dict(state)
@@ -289,29 +284,6 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
             raise StrategyError(
                 f"parameter {name!r} is sharded already (FSDP or a DTensor): Offbeat distributes plain models only"
             )
-
-
-def choose_mode(
-    model: torch.nn.Module, optimizer: Optimizer, optimizer_class: type[Optimizer], plan: Plan
-) -> tuple[Literal["deferred", "barrier"], str]:
-    """The mode the strategy asks for, or the best that this model and optimizer allow, and why."""
-    wanted = plan.strategy.schedule.mode
-    if wanted == "barrier":
-        return "barrier", "the strategy asks for it"
-    odd = [name for name, p in model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
-    if not per_variable(optimizer_class):
-        obstacle = f"optimizer {optimizer_class.__name__} may couple variables"
-    elif has_step_hooks(optimizer):
-        obstacle = f"optimizer {optimizer_class.__name__} has step hooks"
-    elif any(uncompiled(module) is not module for module in model.modules()):
-        obstacle = "the model is compiled"
-    elif odd:
-        obstacle = f"parameter {odd[0]!r} is of a class of its own"
-    else:
-        return "deferred", "updates may wait until a module needs them"
-    if wanted == "deferred":
-        raise StrategyError(f"the strategy asks for deferred mode, but {obstacle}")
-    return "barrier", obstacle
 
 
 def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:
@@ -341,21 +313,16 @@ def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:
 def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Parameter]:
     """The model's trainable parameters by the plan's names, or one sentence that says where they differ."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for variable in plan.graph.variables:
-        parameter = found.get(variable.name)
-        if parameter is None:
-            raise StrategyError(
-                f"the model has no trainable parameter {variable.name!r}, which the strategy synchronises"
-            )
-        if tuple(parameter.shape) != variable.shape:
-            raise StrategyError(
-                f"parameter {variable.name!r} has shape {list(parameter.shape)}, "
-                f"the strategy was made for {list(variable.shape)}"
-            )
-    missing = sorted(set(found) - {variable.name for variable in plan.graph.variables})
-    if missing:
-        raise StrategyError(f"the strategy does not know the trainable parameter {missing[0]!r}")
-    return {variable.name: found[variable.name] for variable in plan.graph.variables}
+    known = {variable.name: variable.shape for variable in plan.graph.variables}
+    for name, shape in known.items():
+        if name not in found:
+            raise StrategyError(f"the model has no trainable parameter {name!r}, which the strategy synchronises")
+        if tuple(found[name].shape) != shape:
+            here = list(found[name].shape)
+            raise StrategyError(f"parameter {name!r} has shape {here}, the strategy was made for {list(shape)}")
+    if found.keys() - known:
+        raise StrategyError(f"the strategy does not know the trainable parameter {min(found.keys() - known)!r}")
+    return {name: found[name] for name in known}
 
 
 def _check_ranks_agree(plan: Plan, world: World) -> None:

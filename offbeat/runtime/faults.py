@@ -2,13 +2,10 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from offbeat.plan import Plan, Task
 from offbeat.runtime.comm import CommunicationFailed
-
-if TYPE_CHECKING:
-    from offbeat.runtime.sync import Synchroniser
+from offbeat.runtime.sync import Synchroniser
 
 
 class WorkerLost(RuntimeError):
@@ -16,22 +13,22 @@ class WorkerLost(RuntimeError):
 
 
 @contextmanager
-def explain(
-    plan: Plan, synchroniser: "Synchroniser | None" = None, task: Task | None = None, what: str = ""
-) -> Generator[None, None, None]:
-    """Turns a backend error into WorkerLost, naming the task, its variables and the ranks that gave no sign of life."""
+def explain(plan: Plan, what: Synchroniser | str, task: Task | None = None) -> Generator[None, None, None]:
+    """Turns a backend error into WorkerLost, naming what was waited for and the ranks that gave no sign of life.
+
+    Of a synchroniser that is the task, by default the first under way, and its variables.
+    """
     try:
         yield
     except CommunicationFailed as error:
         silent = error.lost_ranks()
         who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
         cause = " ".join(str(error).split())[:200]
-        waited_for = what or _name(plan, synchroniser, task)
+        waited_for = what if isinstance(what, str) else _name(plan, what, task)
         raise WorkerLost(f"rank {plan.rank} was waiting for {waited_for}: {who} ({cause})") from error
 
 
-def _name(plan: Plan, synchroniser: "Synchroniser | None", task: Task | None) -> str:
-    assert synchroniser is not None
+def _name(plan: Plan, synchroniser: Synchroniser, task: Task | None) -> str:
     message = synchroniser.message
     waiting = task or next((t for t in plan.tasks if t.index in synchroniser.works), None)
     waiting = waiting or next(t for t in plan.tasks if t.message == message.index)

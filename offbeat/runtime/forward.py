@@ -16,6 +16,9 @@ from offbeat.runtime.engine import Engine
 from offbeat.runtime.engine.components import Component
 from offbeat.torch_private import backward_pass, pytree
 
+_uncompiled = torch.compiler.disable
+"""Makes torch.compile leave a hook alone: it must run in every step, not be traced once."""
+
 
 class FirstUses(TorchFunctionMode):
     """Remembers the innermost running module at the first use of each parameter."""
@@ -57,11 +60,8 @@ class ForwardGate:
         self.engine = engine
         self.names = {id(parameter): name for name, parameter in engine.parameters.items()}
         self.watching: FirstUses | None = None
-        self.watched = False
-        self.first: dict[str, torch.nn.Module | None] = {}
-        """Innermost module at the watched first use of each parameter."""
-        self.use_order: dict[str, int] = {}
-        """Place of each variable in the order in which the watched forward used them."""
+        self.watched: FirstUses | None = None
+        """What the first training step has shown, once it has."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
         self.handles: list[Any] = [
@@ -83,25 +83,22 @@ class ForwardGate:
         self.waiting.clear()
 
     def _add_wait(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
-        component = self.engine.updates.component_of.get(id(parameter))
+        updates = self.engine.updates
+        component = updates.component_of.get(id(parameter))
         if component is None:
             return
-        if module not in self.waits:
-            self.waits[module] = {}
-            self.handles.append(module.register_forward_pre_hook(self._wait_hook(self.waits[module])))
-            if module is not self.model:
-                self.waiting.append(self.handles[-1])
-        self.waits[module][component] = None
-
-    def _wait_hook(self, components: dict[Component, None]) -> Callable[..., None]:
-        updates = self.engine.updates
+        components = self.waits.setdefault(module, {})
 
         def wait(*_: Any) -> None:
             if updates.outstanding:
-                for component in components:
-                    updates.settle(component)
+                for each in components:
+                    updates.settle(each)
 
-        return _uncompiled(wait)
+        if not components:
+            self.handles.append(module.register_forward_pre_hook(_uncompiled(wait)))
+            if module is not self.model:
+                self.waiting.append(self.handles[-1])
+        components[component] = None
 
     def _enter_model(self, *_: Any) -> None:
         # Checkpointed modules run forward again inside a backward pass.
@@ -109,7 +106,7 @@ class ForwardGate:
             self.engine.arrivals.recover()
         for action in self.before_forward:
             action()
-        if not self.watched and self.model.training and torch.is_grad_enabled():
+        if self.watched is None and self.model.training and torch.is_grad_enabled():
             self._start_watching()
 
     def _start_watching(self) -> None:
@@ -134,30 +131,24 @@ class ForwardGate:
         watching.__exit__(None, None, None)
         for handle in self._watch_handles:
             handle.remove()
-        self._know(watching.first, watching.order)
+        self._know(watching)
 
     def adopt(self, other: "ForwardGate") -> None:
         """Takes over what another gate of the same model has watched, and the passes that it has begun."""
         other.engine = self.engine
-        if other.watched:
-            self._know(other.first, other.use_order)
+        if other.watched is not None:
+            self._know(other.watched)
 
-    def _know(self, first_uses: dict[str, torch.nn.Module | None], order: dict[str, int]) -> None:
-        self.watched = True
-        self.first, self.use_order = first_uses, order
+    def _know(self, watched: FirstUses) -> None:
+        self.watched = watched
         for name, parameter in self.engine.parameters.items():
-            first = first_uses.get(name)
+            first = watched.first.get(name)
             if first is not None:
                 self._add_wait(first, parameter)
-            elif name in first_uses or name not in order:
+            elif name in watched.first or name not in watched.order:
                 # Used outside every module, or by what cannot be told: the whole model waits.
                 self._add_wait(self.model, parameter)
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook as torch.compile leaves it alone: it must run in every step, not be traced once."""
-    return torch.compiler.disable(hook)

@@ -75,11 +75,11 @@ class Handle:
         """The plan in force and its history, in words."""
         plan = self.plan
         size = sum(message.bytes for message in plan.messages)
-        lines = [
+        first = (
             f"strategy '{plan.strategy.name}' in {self.mode} mode on {len(plan.replicas)} ranks: "
             f"{len(plan.messages)} messages, {size / 1e6:.1f} MB of gradients"
-        ]
-        return "\n".join([*lines, *(f"step {each.step}: {each.what}" for each in self.history)])
+        )
+        return "\n".join([first, *(f"step {each.step}: {each.what}" for each in self.history)])
 
     def __repr__(self) -> str:
         return f"<offbeat: {self.summary().splitlines()[0]}>"

@@ -39,23 +39,17 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
         if not active:
             return
         if synchronised:
-            _take_part(runtime)
+            # One step of the others, to which this rank adds nothing.
+            runtime.share_buffers()
+            for parameter in runtime.engine.parameters.values():
+                parameter.grad = None
+            runtime.engine.backward_without_gradients()
+            runtime.engine.step()
 
 
-def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[int, int]:
+def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> list[int]:
     """How many ranks have data left, and how many of them will synchronise."""
     counts = torch.tensor([active, synchronise], dtype=torch.int32, device=runtime.device)
     with explain(runtime.plan, what="word of which ranks have data left"):
         runtime.engine.channels.control.all_reduce(counts).wait()
-    active_ranks, synchronising = counts.tolist()
-    return active_ranks, synchronising
-
-
-def _take_part(runtime: "Runtime") -> None:
-    """One step of the others, to which this rank adds nothing."""
-    runtime.share_buffers()
-    engine = runtime.engine
-    for parameter in engine.parameters.values():
-        parameter.grad = None
-    engine.backward_without_gradients()
-    engine.step()
+    return counts.tolist()

@@ -38,7 +38,8 @@ class WatchedParameter(torch.nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if value != _requires_grad.__get__(self):
-            self._offbeat_watcher.trainability_changed()
+            # The plan no longer fits the model.
+            self._offbeat_watcher.outdated = True
         _requires_grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
@@ -92,32 +93,26 @@ class PendingParameter(LazyGradParameter):
 _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim")]
     + [getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_sparse")]
+    + [_gradient.__get__, _gradient.__set__]
     + [torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride]
     + [torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous, torch.Tensor.element_size]
 )
-"""What may be asked of a parameter without its value."""
+"""What may be done with a parameter without its value."""
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient as it is, without asking anybody."""
-    if type(parameter) is PendingParameter:
-        with disable_torch_function():
-            return _gradient.__get__(parameter)
     return _gradient.__get__(parameter)
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     """Replaces the gradient without telling anybody."""
-    if type(parameter) is PendingParameter:
-        with disable_torch_function():
-            _gradient.__set__(parameter, value)
-        return
     _gradient.__set__(parameter, value)
 
 
 def watch(parameter: torch.nn.Parameter, watcher: "Engine", *, lazy: bool) -> None:
     """From now on `watcher` is told of this parameter's freezing and, if `lazy`, asked for its gradient."""
-    if type(parameter) in (torch.nn.Parameter, *_KINDS):
+    if can_be_lazy(parameter):
         parameter.__class__ = LazyGradParameter if lazy else WatchedParameter
         parameter._offbeat_watcher = watcher
 
@@ -130,7 +125,7 @@ def unwatch(parameter: torch.nn.Parameter) -> None:
 
 
 def can_be_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether accesses to this parameter can be noticed; a class of somebody else's must be left alone."""
+    """Whether accesses to this parameter can be noticed: other subclasses of Parameter are left alone."""
     return type(parameter) in (torch.nn.Parameter, *_KINDS)
 
 

@@ -10,18 +10,15 @@ import logging
 import time
 from collections.abc import Generator
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat.plan import Task
 from offbeat.plan.schedule import retimed
 from offbeat.runtime.comm import Channel
+from offbeat.runtime.engine import Engine
 from offbeat.timeline import Kind
 from offbeat.timeline.observer import covered
-
-if TYPE_CHECKING:
-    from offbeat.runtime.engine import Engine
 
 log = logging.getLogger("offbeat")
 
@@ -111,7 +108,7 @@ class Retimer:
     """Watches an engine's ready times and keeps its issue order fit for them."""
 
     def __init__(
-        self, engine: "Engine", use_order: dict[str, int], device: torch.device, link: tuple[float, float]
+        self, engine: Engine, use_order: dict[str, int], device: torch.device, link: tuple[float, float]
     ) -> None:
         self.engine = engine
         self.use_order = use_order

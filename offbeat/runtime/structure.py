@@ -6,7 +6,7 @@ after that, or when a watched parameter's `requires_grad` has changed, is the mo
 """
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -15,8 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine import Engine
 
 _registrations = [0]
 """Their number: torch's hooks are the process's, so there is one count."""
@@ -44,7 +43,7 @@ class Structure:
         self.held = self._held()
         self.optimized = self._optimized()
 
-    def changed(self, engine: "Engine") -> bool:
+    def changed(self, engine: Engine) -> bool:
         """Whether they hold something else now."""
         optimized = self._optimized()
         if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:

@@ -58,8 +58,6 @@ class UnitOptimizer:
         group = group_of(base)
         self.groups = sorted({group[id(unit.parameter)] for unit in units})
         self.optimizer = twin(base, base_class)
-        # A scheduler may have put a counting wrapper on the instance.
-        self.optimizer.__dict__.pop("step", None)
         clear_step_hooks(self.optimizer)
         self.optimizer.param_groups = [
             {
@@ -101,9 +99,10 @@ class UnitOptimizer:
 
 
 def twin(optimizer: Optimizer, plain_class: type[Optimizer]) -> Optimizer:
-    """An optimizer of the plain class that shares everything with the given one."""
+    """An optimizer of the plain class that shares everything with the given one, but for what was put on it: the
+    runtime, and a scheduler's wrapper that counts steps."""
     made: Optimizer = object.__new__(plain_class)
-    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("_offbeat", "step")})
     return made
 
 

@@ -13,6 +13,7 @@ from memory_job import Collective, MemoryJob, MemoryWorld
 
 from offbeat.runtime.comm import Channel, CommunicationFailed
 from offbeat.runtime.comm.torch_channel import TorchChannel
+from offbeat.runtime.sync.rows import RowExchange, Rows
 from offbeat.torch_private import open_group
 
 RINGS = [(1, 0), (2, 0, 1), (2, 0, 3, 1)]
@@ -100,6 +101,29 @@ def test_copies(kind: str, ring: tuple[int, ...]) -> None:
         assert torch.equal(copied, given(ring[-1]))
         assert torch.equal(everybodys, gathered)
         assert torch.equal(roots, gathered)
+
+
+@pytest.mark.parametrize("root", [None, 2])
+def test_rows_of_an_odd_width_are_gathered(kind: str, root: int | None) -> None:
+    """Their blocks are not made of whole words, and the last rank's rows do not fit into one."""
+
+    def body(channel: Channel, rank: int) -> list[float]:
+        exchange = RowExchange(3, torch.float32, torch.device("cpu"), 1)
+        rows = Rows(torch.arange(rank + 1), torch.full((rank + 1, 3), float(rank)))
+        work, blocks = exchange.start(channel, rows, root)
+        work.wait()
+        rest = exchange.start_rest(channel, rows, 3, root)
+        assert rest is not None
+        rest[0].wait()
+        if root not in (None, rank):
+            assert not len(blocks)
+            return []
+        received = exchange.join(blocks, rest)
+        assert received.numbers.tolist() == [0, 0, 1, 0, 1, 2]
+        return received.values.mean(1).tolist()
+
+    for rank, means in enumerate(on_channels(kind, (0, 1, 2), body)):
+        assert means == ([0.0, 1.0, 1.0, 2.0, 2.0, 2.0] if root in (None, rank) else [])
 
 
 def test_messages_between_two_ranks_keep_their_order(kind: str) -> None:

@@ -11,8 +11,8 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from offbeat.runtime.comm.protocol import World
 
@@ -40,7 +40,7 @@ class Liveness:
             if rank not in self.addresses and rank != self.rank:
                 address = json.loads(self.world.get(f"offbeat/liveness/{rank}"))
                 if address is not None:
-                    self.addresses[rank] = (address[0], address[1])
+                    self.addresses[rank] = tuple(address)
         self._read()
 
     def blame(self) -> list[int]:
@@ -49,17 +49,15 @@ class Liveness:
         deadline = time.monotonic() + GRACE.total_seconds()
         told = False
         while True:
-            for message in self._read():
-                heard.add(message["rank"])
-                if message["blames"]:
-                    return sorted(message["blames"])
+            for rank, blamed in self._read():
+                heard.add(rank)
+                if blamed:
+                    return sorted(blamed)
             missing = [rank for rank in self.addresses if rank not in heard]
-            dead = [rank for rank in missing if not self._tell(rank, None)]
-            over = time.monotonic() >= deadline
-            if dead or over or not missing:
-                blamed = dead or missing
-                self._tell_all(blamed)
-                return blamed
+            dead = [rank for rank in missing if not self._reach(rank)]
+            if dead or not missing or time.monotonic() >= deadline:
+                self._tell_all(dead or missing)
+                return dead or missing
             if not told:
                 self._tell_all([])
                 told = True
@@ -67,20 +65,19 @@ class Liveness:
 
     def _tell_all(self, blames: list[int]) -> None:
         for rank in self.addresses:
-            self._tell(rank, {"rank": self.rank, "blames": blames})
+            self._reach(rank, json.dumps({"rank": self.rank, "blames": blames}).encode())
 
-    def _tell(self, rank: int, message: dict[str, Any] | None) -> bool:
-        """Whether the rank's port is open; leaves a message there if there is one."""
+    def _reach(self, rank: int, message: bytes = b"") -> bool:
+        """Whether the rank's port is open; leaves the message there."""
         try:
             with socket.create_connection(self.addresses[rank], timeout=_CONNECT_SECONDS) as connection:
-                if message is not None:
-                    connection.sendall(json.dumps(message).encode())
+                connection.sendall(message)
         except OSError:
             return False
         return True
 
-    def _read(self) -> list[dict[str, Any]]:
-        """The messages that wait at this rank's port."""
+    def _read(self) -> list[tuple[int, list[int]]]:
+        """The messages that wait at this rank's port: whose they are, and which ranks they blame."""
         messages = []
         while self.port is not None:
             self.port.settimeout(0)
@@ -90,22 +87,19 @@ class Liveness:
                 break
             with connection:
                 connection.settimeout(_CONNECT_SECONDS)
-                try:
+                # One that is broken, or says nothing, only wants to know that this rank is alive.
+                with suppress(OSError, ValueError, TypeError, KeyError):
                     message = json.loads(connection.recv(1 << 16))
-                    messages.append({"rank": int(message["rank"]), "blames": [int(each) for each in message["blames"]]})
-                except (OSError, ValueError, TypeError, KeyError):
-                    continue
+                    messages.append((int(message["rank"]), [int(each) for each in message["blames"]]))
         return messages
 
 
 def _own_address() -> str | None:
     """The address at which the job's other machines reach this one; None where the launcher does not tell."""
-    if "MASTER_ADDR" not in os.environ:
-        return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Connecting a datagram socket sends nothing, it only chooses the interface.
             probe.connect((os.environ["MASTER_ADDR"], 9))
             return probe.getsockname()[0]
-    except OSError:
+    except (KeyError, OSError):
         return None

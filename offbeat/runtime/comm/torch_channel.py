@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -73,37 +73,29 @@ class TorchChannel:
             return TorchWork(self, [self.group.allreduce([_real(tensor)])])
 
     def reduce(self, tensor: torch.Tensor, root: int) -> "TorchWork":
-        tensor = _real(tensor)
+        tensor = _real(tensor).view(-1)
+        if self.straight:
+            # Every rank sends its tensor to the root once, where a ring would pass sums through all links.
+            parts = tensor.new_empty(self.size if self.ranks[self.index] == root else 0, tensor.numel())
+            work = self.gather(list(parts), tensor, root)
+            if len(parts):
+                work.finish = lambda: torch.sum(parts, dim=0, out=tensor)
+            return work
         options = dist.ReduceOptions()
         options.rootRank = self.ranks.index(root)
+        most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
         with self.errors():
-            if not self.gloo:
-                return TorchWork(self, [self.group.reduce([tensor], options)])
-            if self.straight:
-                return self._gather_and_sum(tensor.view(-1), root)
-            most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
-            return TorchWork(self, [self.group.reduce([piece], options) for piece in tensor.view(-1).split(most)])
-
-    def _gather_and_sum(self, tensor: torch.Tensor, root: int) -> "TorchWork":
-        """Reduce for gloo: every rank sends its tensor to the root once, where a ring passes sums through all links."""
-        if self.ranks[self.index] != root:
-            return self.gather([], tensor, root)
-        parts = tensor.new_empty(self.size, tensor.numel())
-        work = self.gather(list(parts), tensor, root)
-        work.finish = lambda: torch.sum(parts, dim=0, out=tensor)
-        return work
+            pieces = tensor.split(most) if self.gloo else [tensor]
+            return TorchWork(self, [self.group.reduce([piece], options) for piece in pieces])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> "TorchWork":
         tensor = _real(tensor)
+        options = dist.ScatterOptions() if self.straight else dist.BroadcastOptions()
+        options.rootRank = self.ranks.index(root)
         with self.errors():
             if self.straight:
-                scattered = dist.ScatterOptions()
-                scattered.rootRank = self.ranks.index(root)
-                inputs = [[tensor] * self.size] if scattered.rootRank == self.index else []
-                return TorchWork(self, [self.group.scatter([tensor], inputs, scattered)])
-            options = dist.BroadcastOptions()
-            options.rootRank = self.ranks.index(root)
-            options.rootTensor = 0
+                inputs = [[tensor] * self.size] if options.rootRank == self.index else []
+                return TorchWork(self, [self.group.scatter([tensor], inputs, options)])
             return TorchWork(self, [self.group.broadcast([tensor], options)])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
@@ -224,12 +216,8 @@ class TorchWork:
 
 def _wait(work: Any) -> None:
     """Blocks until a work of gloo's has ended, but lets Python handle signals meanwhile."""
-    while True:
-        try:
+    while not work.is_completed():
+        with suppress(RuntimeError):
             work.wait(SIGNAL_SECONDS)
-        except RuntimeError:
-            if not work.is_completed():
-                continue
-            # It may have ended since its wait ran out; this says how.
-            work.wait()
-        return
+    # This says how it has ended.
+    work.wait()

@@ -1,9 +1,11 @@
 """A plan's step on one rank: gradients out as they become ready, updates in before they are needed.
 
 `engine.py` walks the step program. `phases.py` has its states, `arrivals.py` hears from autograd, `gradients.py`
-decides what `parameter.grad` shows, `updates.py` applies what has arrived, `owners.py` does what servers do.
+decides what `parameter.grad` shows, `updates.py` applies what has arrived, `owners.py` does what servers do. They share
+a `Training`.
 """
 
-from offbeat.runtime.engine.engine import Engine
+from offbeat.runtime.engine.engine import Engine, Mode
+from offbeat.runtime.engine.training import Training
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Mode", "Training"]

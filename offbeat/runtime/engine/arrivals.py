@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Listens to the parameters that a plan synchronises."""
+    """Tells the engine of gradients that its plan synchronises; other parameters must not get one."""
 
-    def __init__(
-        self, planned: dict[str, torch.nn.Parameter], others: dict[str, torch.nn.Parameter], engine: "Engine"
-    ) -> None:
-        """The engine is told of `planned` parameters' gradients; `others` must not get one."""
+    def __init__(self, engine: "Engine") -> None:
         self.engine = engine
         self.synchronise = True
         """Off inside no_sync()."""
@@ -36,10 +33,10 @@ class Arrivals:
         """Parameters whose gradient has been reported as complete in this pass."""
         self.outer = False
         """The end of the outermost pass will be reported."""
+        planned = engine.plan.program.carriers
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(partial(hook, name))
-            for hook, parameters in ((self._arrived, planned), (_refuse, others))
-            for name, parameter in parameters.items()
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived if name in planned else _refuse, name))
+            for name, parameter in engine.parameters.items()
         ]
 
     def expect_end(self) -> None:
@@ -89,11 +86,6 @@ class Arrivals:
             # What an earlier pass did not reach is known from now on.
             self.expected.update({name: n for name, n in self.calls.items() if not self.expected[name]})
         self.engine.backward_ends()
-
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self.handles:
-            handle.remove()
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:

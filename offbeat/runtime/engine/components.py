@@ -3,25 +3,19 @@
 from collections import defaultdict
 
 import torch
-from torch.optim import Optimizer
 
 from offbeat.plan.program import Component as Described
 from offbeat.runtime.engine.portions import Portions
-from offbeat.runtime.sync import Synchroniser
-from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer, group_of
+from offbeat.runtime.engine.training import Training
+from offbeat.runtime.sync import StaleAllReduce, Synchroniser
+from offbeat.runtime.unit_optimizer import Unit
 
 
 class Component:
     """Messages that are settled together because they hold parts of the same variables, and the update they allow."""
 
-    def __init__(
-        self,
-        described: Described,
-        synchronisers: list[Synchroniser],
-        optimizer: Optimizer,
-        optimizer_class: type[Optimizer],
-    ) -> None:
-        self.synchronisers = [synchronisers[index] for index in described.messages]
+    def __init__(self, described: Described, training: Training) -> None:
+        self.synchronisers = [training.synchronisers[index] for index in described.messages]
         self.messages = described.messages
         self.pieces: dict[torch.nn.Parameter, list[tuple[Synchroniser, int]]] = defaultdict(list)
         """Where each variable's averaged gradient arrives: synchronisers, and the piece's place in their message."""
@@ -29,15 +23,14 @@ class Component:
             for place, parameter in enumerate(synchroniser.parameters):
                 self.pieces[parameter].append((synchroniser, place))
         self.parameters = tuple(self.pieces)
-        first = {parameter: pieces[0] for parameter, pieces in self.pieces.items()}
-        simple = all(len(pieces) == 1 for pieces in self.pieces.values())
-        simple = simple and all(each.elementwise and each.whole[place] for each, place in first.values())
-        self.averages = [(p, each.views[place]) for p, (each, place) in first.items()] if simple else []
+        only = [(parameter, *pieces[0]) for parameter, pieces in self.pieces.items() if len(pieces) == 1]
+        fixed = [(p, each.views[place]) for p, each, place in only if each.elementwise and each.whole[place]]
+        self.averages = fixed if len(fixed) == len(self.pieces) else []
         """Each parameter with the place of its averaged gradient, where that is always the same."""
         self.relaxed = any(synchroniser.relaxed for synchroniser in self.synchronisers)
-        self.stale = described.staleness > 0
-        units = self._replicated_units(optimizer)
-        self.optimizer = UnitOptimizer(optimizer, optimizer_class, units) if units else None
+        self.stale = [each for each in self.synchronisers if isinstance(each, StaleAllReduce)]
+        """The same synchronisers, or none where messages are applied in their own step."""
+        self.optimizer = training.optimizer_of(self._replicated_units())
         """Applies what every replica applies; None if it holds nothing of the kind."""
         self.portions: Portions | None = None
         """Applies the same slice by slice, where it has several and that can be done."""
@@ -46,13 +39,10 @@ class Component:
         self.hidden: set[int] = set()
         """Parameters, by id, whose gradient was taken over and whose average has not been shown since."""
 
-    def _replicated_units(self, optimizer: Optimizer) -> list[Unit]:
+    def _replicated_units(self) -> list[Unit]:
         """Variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
-        optimized = group_of(optimizer)
         units: list[Unit] = []
         for parameter, pieces in self.pieces.items():
-            if id(parameter) not in optimized:
-                continue
             if all(synchroniser.replicated for synchroniser, _ in pieces):
                 units.append(Unit(parameter, parameter))
             else:

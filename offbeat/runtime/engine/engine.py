@@ -16,22 +16,20 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
-from torch.optim import Optimizer
 
 from offbeat.plan import Plan, Task
-from offbeat.runtime.comm import Channels
 from offbeat.runtime.engine.arrivals import Arrivals
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.phases import Phase
-from offbeat.runtime.engine.reports import Reports
+from offbeat.runtime.engine.training import Training
 from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.engine.updates import Updates
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, unwatch, watch
 from offbeat.runtime.lifetime import script_failed
-from offbeat.runtime.sync import AsyncServer, Synchroniser
+from offbeat.runtime.sync import AsyncServer
 
 log = logging.getLogger("offbeat")
 
@@ -41,23 +39,10 @@ Mode = Literal["deferred", "barrier"]
 class Engine:
     """Runs one rank's part of a plan on a model and its optimizer."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        synchronisers: list[Synchroniser],
-        parameters: dict[str, torch.nn.Parameter],
-        optimizer: Optimizer,
-        optimizer_class: type[Optimizer],
-        channels: Channels,
-        mode: Mode,
-        find_unused: bool | None,
-        aliases: AliasCheck,
-    ) -> None:
-        self.synchronisers = synchronisers
-        self.parameters = parameters
-        self.optimizer = optimizer
-        self.optimizer_class = optimizer_class
-        self.channels = channels
+    def __init__(self, training: Training, mode: Mode, find_unused: bool | None, aliases: AliasCheck) -> None:
+        self.training = training
+        self.synchronisers, self.parameters = training.synchronisers, training.parameters
+        self.channels, self.reports = training.channels, training.reports
         self.wanted_mode: Mode = mode
         self.mode: Mode = "barrier"
         self.bound_by_loop = False
@@ -65,42 +50,32 @@ class Engine:
         self.outdated = False
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.steps = 0
-        self.ready_seconds: list[float] = [0.0] * len(synchronisers)
+        self.ready_seconds: list[float] = [0.0] * len(self.synchronisers)
         """When each message was last complete, after the start of backward."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
-        self.reports = Reports()
-        device = next(iter(parameters.values())).device
-        described = plan.program.components
-        self.components = [Component(each, synchronisers, optimizer, optimizer_class) for each in described]
-        self.owners = Owners(plan, synchronisers, optimizer, optimizer_class, self.reports, aliases.held)
-        unused = UnusedParameters(list(parameters), channels.control, device, find_unused)
-        self.gradients = Gradients(plan, synchronisers, parameters, self.components, self.owners, unused)
-        self.updates = Updates(
-            plan, self.components, self.gradients, self.owners, optimizer, optimizer_class, self.reports, aliases
-        )
-        self.all_replicated = plan.program.replicated
-        self.follow(plan)
-        planned = {name: parameters[name] for name in plan.program.carriers}
-        others = {name: parameter for name, parameter in parameters.items() if name not in planned}
-        self.arrivals = Arrivals(planned, others, self)
-        self.watched: list[torch.nn.Parameter] = []
+        program = training.plan.program
+        self.components = [Component(each, training) for each in program.components]
+        self.owners = Owners(training, aliases.held)
+        unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
+        self.gradients = Gradients(training, self.components, self.owners, unused)
+        self.updates = Updates(self.gradients, aliases)
+        self.all_replicated = program.replicated
+        self.follow(training.plan)
+        self.arrivals = Arrivals(self)
+        frozen = [parameter for parameter in training.model.parameters() if not parameter.requires_grad]
+        self.watched = [*self.parameters.values(), *frozen]
+        lazy = mode == "deferred" or not self.all_replicated
+        for parameter in self.watched:
+            watch(parameter, self, lazy=lazy and parameter.requires_grad)
         self.server: AsyncServer | None = None
         """This rank's side of asynchronous messages, where there are any."""
-        if channels.direct is not None:
-            self.server = AsyncServer(channels.direct, synchronisers, self._update_alone)
-
-    def _update_alone(self, message: int) -> None:
-        """Applies what lies in an asynchronous message's inbox; runs in the server's threads."""
-        optimizer = self.owners.optimizers.get(message)
-        if optimizer is not None:
-            optimizer.refresh()
-            optimizer.take_gradients({}, frozenset())
-            optimizer.step()
+        if self.channels.direct is not None:
+            self.server = AsyncServer(self.channels.direct, self.synchronisers, self.owners.update_alone)
 
     def follow(self, plan: Plan) -> None:
         """Issues gradients in this plan's order from the next backward pass on; all else must be as before."""
-        self.plan = self.gradients.plan = self.owners.plan = plan
+        self.plan = self.training.plan = plan
         self.order: tuple[Task, ...] = plan.program.order
         self.updates.follow(plan)
 
@@ -111,7 +86,6 @@ class Engine:
         self.began = time.perf_counter()
         self.updates.settle_all()
         self.gradients.backward_begins()
-        self.owners.backward_begins()
         self.head = 0
         self.missing = list(self.plan.program.awaited)
         self.loaded = [False] * len(self.synchronisers)
@@ -141,10 +115,10 @@ class Engine:
 
     def backward_ends(self) -> None:
         """Variables that got no gradient contribute nothing, so that the others' messages can go."""
-        self.gradients.unused.backward_ended(self.gradients.lacking(self.arrivals.calls))
-        self._send_rest()
+        self._send_rest(self.gradients.lacking(self.arrivals.calls))
 
-    def _send_rest(self) -> None:
+    def _send_rest(self, unused: list[str]) -> None:
+        self.gradients.unused.backward_ended(unused)
         for index, loaded in enumerate(self.loaded):
             if not loaded:
                 self._load(index)
@@ -159,9 +133,7 @@ class Engine:
     def backward_without_gradients(self) -> None:
         """Takes part in a backward pass of the other ranks with gradients of zero."""
         self.backward_begins()
-        unused = self.gradients.unused
-        unused.backward_ended(list(self.parameters) if unused.track is not False else [])
-        self._send_rest()
+        self._send_rest([] if self.gradients.unused.track is False else list(self.parameters))
 
     # Step
 
@@ -209,7 +181,7 @@ class Engine:
         """The user's optimizer calls backward itself, as often as it likes."""
         self.need_barrier("step() is given a closure")
         self.updates.settle_all()
-        result = self.optimizer_class.step(self.optimizer, closure)
+        result = self.training.optimizer_class.step(self.training.optimizer, closure)
         self.gradients.phase = Phase.IDLE
         return result
 
@@ -252,29 +224,17 @@ class Engine:
 
     def gradient_written(self, parameter: torch.nn.Parameter) -> None:
         """Somebody replaces `parameter.grad`: an outstanding update comes first, and what is applied is the new one."""
-        if self.updates.applying or self.gradients.phase is Phase.BACKWARD:
-            return
-        if self.gradients.phase is Phase.KEPT:
+        if self.gradients.phase is not Phase.KEPT:
+            self.gradient_read(parameter)
+        elif not self.updates.applying:
             self.value_used(parameter)
             self.gradients.cleared.add(id(parameter))
-        else:
-            self.gradient_read(parameter)
 
     def value_used(self, parameter: torch.nn.Parameter) -> None:
         """Somebody reads or writes a parameter: an outstanding update comes first."""
         component = self.updates.component_of.get(id(parameter))
         if component is not None:
             self.updates.settle(component)
-
-    def trainability_changed(self) -> None:
-        """A parameter was frozen or unfrozen: the plan no longer fits the model."""
-        self.outdated = True
-
-    def watch_parameters(self, frozen: list[torch.nn.Parameter], *, lazy: bool) -> None:
-        """Notices from now on what the training loop does with parameters; `lazy` if they may be out of date."""
-        self.watched = [*self.parameters.values(), *frozen]
-        for place, parameter in enumerate(self.watched):
-            watch(parameter, self, lazy=lazy and place < len(self.parameters))
 
     # Modes
 
@@ -306,10 +266,9 @@ class Engine:
         self.drain()
         if self.server is not None:
             self.server.close()
-        self.arrivals.remove()
-        for synchroniser in self.synchronisers:
-            for handle in synchroniser.handles:
-                handle.remove()
+        hooks = [handle for synchroniser in self.synchronisers for handle in synchroniser.handles]
+        for handle in (*self.arrivals.handles, *hooks):
+            handle.remove()
         for parameter in self.watched:
             unwatch(parameter)
         self.channels.leave()

@@ -9,10 +9,10 @@ from collections import Counter
 
 import torch
 
-from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.phases import Phase
+from offbeat.runtime.engine.training import Training
 from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import raw_gradient, set_gradient
@@ -23,29 +23,22 @@ class Gradients:
     """The gradients of one plan's messages on one rank."""
 
     def __init__(
-        self,
-        plan: Plan,
-        synchronisers: list[Synchroniser],
-        parameters: dict[str, torch.nn.Parameter],
-        components: list[Component],
-        owners: Owners,
-        unused: UnusedParameters,
+        self, training: Training, components: list[Component], owners: Owners, unused: UnusedParameters
     ) -> None:
-        self.plan = plan
-        self.synchronisers = synchronisers
-        self.parameters = parameters
+        self.training = training
+        self.parameters = training.parameters
         self.components = components
         self.component_of_message = {index: each for each in components for index in each.messages}
         self.owners = owners
         self.unused = unused
         self.phase = Phase.IDLE
-        self.in_rounds = [each for each in synchronisers if each.replicated and each.later_rounds]
+        self.in_rounds = [each for each in training.synchronisers if each.replicated and each.later_rounds]
         """Messages that all ranks must finish in one order, whichever they need first."""
         self.dropped: frozenset[int] | None = None
         """Parameters (by id) without a gradient at step(), where the training loop has seen the averages before."""
         self.cleared: set[int] = set()
         """Parameters (by id) whose gradient has been forgotten or replaced since the step."""
-        self.carried = Counter(name for each in plan.messages for name in each.variables)
+        self.carried = Counter(name for each in training.plan.messages for name in each.variables)
         """In how many messages each variable travels."""
         self.untaken = self.carried.copy()
         """Of these, how many have not been loaded in this pass."""
@@ -55,13 +48,14 @@ class Gradients:
     def backward_begins(self) -> None:
         """What is under way or kept elsewhere must be shown first: the pass adds to it."""
         self.publish_all()
+        self.owners.prepared = self.owners.reduced = False
         self.phase = Phase.BACKWARD
         self.cleared.clear()
         self.untaken = self.carried.copy()
 
     def take(self, index: int) -> None:
         """Loads a message: its gradients are the synchroniser's from now on."""
-        synchroniser = self.synchronisers[index]
+        synchroniser = self.training.synchronisers[index]
         synchroniser.load()
         if synchroniser.relaxed:
             return
@@ -74,21 +68,18 @@ class Gradients:
 
     def lacking(self, arrived: Counter[str]) -> list[str]:
         """Variables that neither this backward pass nor an earlier one of the same step has reached."""
-        planned = self.untaken
-        return [n for n in planned if not arrived[n] and raw_gradient(self.parameters[n]) is None]
+        return [name for name in self.carried if not arrived[name] and raw_gradient(self.parameters[name]) is None]
 
     # Averages
 
     def finish(self, synchroniser: Synchroniser) -> None:
         """Finishes a message and, where ranks could otherwise disagree on the order, those before it."""
-        if synchroniser.later_rounds and synchroniser.replicated:
-            for earlier in self.in_rounds[: self.in_rounds.index(synchroniser)]:
-                if earlier.loaded:
-                    with explain(self.plan, earlier):
-                        earlier.finish()
-        if synchroniser.loaded:
-            with explain(self.plan, synchroniser):
-                synchroniser.finish()
+        rounds = self.in_rounds
+        earlier = rounds[: rounds.index(synchroniser)] if synchroniser in rounds else []
+        for each in (*earlier, synchroniser):
+            if each.loaded:
+                with explain(self.training.plan, each):
+                    each.finish()
 
     def average(self) -> None:
         """Waits until `parameter.grad` holds the average, for everything that all replicas apply."""
@@ -98,7 +89,7 @@ class Gradients:
             self.phase = Phase.AVERAGED
 
     def publish(self) -> None:
-        """Also for what has an owner: its averaged gradient goes to every replica."""
+        """Shows the averages that owners have, too: they send them to every replica."""
         self.average()
         if self.phase is Phase.AVERAGED:
             self.owners.reduce()
@@ -106,7 +97,7 @@ class Gradients:
             self.phase = Phase.PUBLISHED
 
     def publish_all(self) -> None:
-        """Whatever has been averaged is in `parameter.grad` everywhere, before a step or after it."""
+        """Puts whatever has been averaged into `parameter.grad` on every replica, before a step or after it."""
         self.publish()
         if self.phase is Phase.KEPT:
             self.publish_kept()
@@ -158,12 +149,8 @@ class Gradients:
 
     def unused_parameters(self) -> frozenset[int]:
         """Parameters, by id, that no replica used: they keep no gradient, so that the optimizer leaves them alone."""
-        with explain(self.plan, what="word of which variables each rank used"):
+        with explain(self.training.plan, what="word of which variables each rank used"):
             return frozenset(id(self.parameters[name]) for name in self.unused.unused())
-
-    def without_gradient(self) -> frozenset[int]:
-        """Parameters, by id, that this step leaves alone."""
-        return self.unused_parameters() if self.dropped is None else self.dropped
 
     # What the training loop does with them
 
@@ -174,22 +161,22 @@ class Gradients:
         self.phase = Phase.PUBLISHED
 
     def take_back(self) -> None:
-        """What the training loop made of the published gradients is what is applied."""
+        """Takes published gradients back to be applied, as the training loop may have changed them."""
         self.dropped = None
         if self.phase is Phase.PUBLISHED:
-            for synchroniser in self.synchronisers:
+            for synchroniser in self.training.synchronisers:
                 if not synchroniser.relaxed:
                     synchroniser.reload()
             self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
 
     def discard(self) -> None:
-        """The gradients on their way are not wanted: they arrive and are forgotten."""
+        """Waits for the gradients that are on their way, and forgets them."""
         self.owners.prepare()
-        for synchroniser in self.synchronisers:
+        for synchroniser in self.training.synchronisers:
             if synchroniser.replicated and not synchroniser.relaxed:
                 self.finish(synchroniser)
             else:
-                with explain(self.plan, synchroniser):
+                with explain(self.training.plan, synchroniser):
                     synchroniser.drop()
         for component in self.components:
             component.hidden.clear()

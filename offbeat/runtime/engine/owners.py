@@ -7,13 +7,11 @@ Further reductions, the owners' updates, and the parameters' way back. Where the
 import time
 from collections.abc import Callable
 
-from torch.optim import Optimizer
-
-from offbeat.plan import Plan, Task
-from offbeat.runtime.engine.reports import Reports
+from offbeat.plan import Task
+from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.sync import Synchroniser
-from offbeat.runtime.unit_optimizer import UnitOptimizer, group_of
+from offbeat.runtime.unit_optimizer import UnitOptimizer
 
 Apply = Callable[[UnitOptimizer, Synchroniser], None]
 """Steps an optimizer with the averaged gradients of a message."""
@@ -22,49 +20,34 @@ Apply = Callable[[UnitOptimizer, Synchroniser], None]
 class Owners:
     """This rank's part in messages that have owners."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        synchronisers: list[Synchroniser],
-        optimizer: Optimizer,
-        optimizer_class: type[Optimizer],
-        reports: Reports,
-        aliased: frozenset[int],
-    ) -> None:
+    def __init__(self, training: Training, aliased: frozenset[int]) -> None:
         """`aliased` are parameters (by id) that must stay where they are in memory."""
-        self.plan = plan
-        self.synchronisers = synchronisers
-        self.reports = reports
-        self.tail = plan.program.tail_of("synchronous")
-        self.stale_tail = plan.program.tail_of("stale")
-        self.served = [synchronisers[index] for index in dict.fromkeys(task.message for task in self.tail)]
+        self.training = training
+        self.tail = training.plan.program.tail_of("synchronous")
+        self.stale_tail = training.plan.program.tail_of("stale")
+        self.served = [training.synchronisers[index] for index in dict.fromkeys(task.message for task in self.tail)]
         """Messages whose averaged gradient is not on every replica."""
-        self.prepared = False
-        self.reduced = False
-        optimized = group_of(optimizer)
+        self.prepared = self.reduced = False
+        """Whether `prepare` and `reduce` have run since the last backward pass began."""
         self.optimizers: dict[int, UnitOptimizer] = {}
         """For what this rank owns, by message, with its own optimizer state."""
-        for synchroniser in synchronisers:
+        for synchroniser in training.synchronisers:
             if not synchroniser.replicated:
                 synchroniser.hold_values(aliased)
-                units = [unit for unit in synchroniser.units() if id(unit.parameter) in optimized]
-                if units:
-                    self.optimizers[synchroniser.message.index] = UnitOptimizer(optimizer, optimizer_class, units)
-
-    def backward_begins(self) -> None:
-        """Another step's messages follow."""
-        self.prepared = self.reduced = False
+                optimizer = training.optimizer_of(synchroniser.units())
+                if optimizer is not None:
+                    self.optimizers[synchroniser.message.index] = optimizer
 
     def prepare(self) -> None:
-        """Rounds that owners' updates need, in one order on all ranks and before any rank waits for an owner."""
+        """Runs the rounds that updates need, in one order on all ranks and before any rank waits for an owner."""
         if not self.prepared:
             self.prepared = True
             for synchroniser in self.served:
-                with explain(self.plan, synchroniser):
+                with explain(self.training.plan, synchroniser):
                     synchroniser.prepare()
 
     def reduce(self) -> None:
-        """The reductions of the tail, without the updates."""
+        """Runs the reductions of the tail, without the updates."""
         self.prepare()
         if not self.reduced:
             self.reduced = True
@@ -73,38 +56,46 @@ class Owners:
                     self._run(task, None)
 
     def run(self, apply: Apply) -> None:
-        """The tail: reductions that have not run yet, updates, and returning parameters."""
+        """Runs the tail: reductions that have not run yet, updates, and the return of parameters."""
         self.prepare()
         for task in self.tail:
             if _returning(task) or not self.reduced:
                 self._run(task, apply)
 
     def run_stale(self, message: int, apply: Apply) -> None:
-        """The tail of one stale message that has arrived."""
+        """Runs the tail of one stale message that has arrived."""
         for task in self.stale_tail:
             if task.message == message:
                 self._do(task, apply)
 
+    def update_alone(self, message: int) -> None:
+        """Applies what lies in an asynchronous message's inbox; runs in the server's threads."""
+        optimizer = self.optimizers.get(message)
+        if optimizer is not None:
+            optimizer.refresh()
+            optimizer.take_gradients({}, frozenset())
+            optimizer.step()
+
     def publish(self, synchroniser: Synchroniser) -> None:
         """Sends a message's averaged gradient to every replica."""
         delivering = [t for t in self.tail if t.message == synchroniser.message.index and t.delivers]
-        with explain(self.plan, synchroniser):
+        with explain(self.training.plan, synchroniser):
             synchroniser.publish(delivering)
 
     def _run(self, task: Task, apply: Apply | None) -> None:
-        synchroniser = self.synchronisers[task.message]
-        with explain(self.plan, synchroniser, task):
-            with self.reports.local("wait", (task.message,)):
+        synchroniser = self.training.synchronisers[task.message]
+        with explain(self.training.plan, synchroniser, task):
+            with self.training.reports.local("wait", (task.message,)):
                 for before in task.after:
                     synchroniser.wait(before)
             self._do(task, apply)
 
     def _do(self, task: Task, apply: Apply | None) -> None:
-        synchroniser = self.synchronisers[task.message]
+        synchroniser = self.training.synchronisers[task.message]
         queued = time.perf_counter()
         if task.kind == "update":
             assert apply is not None
-            with self.reports.local("update", (task.message,)):
+            with self.training.reports.local("update", (task.message,)):
                 synchroniser.pack_values()
                 synchroniser.collect(published=self.reduced)
                 optimizer = self.optimizers.get(task.message)
@@ -115,7 +106,7 @@ class Owners:
             synchroniser.start_return(task)
         else:
             synchroniser.start(task)
-        self.reports.collective(synchroniser, task, queued)
+        self.training.reports.collective(synchroniser, task, queued)
 
 
 def _returning(task: Task) -> bool:

@@ -21,14 +21,9 @@ class Reports:
 
     def collective(self, synchroniser: Synchroniser, task: Task, queued: float) -> None:
         """A collective has just been issued; its end is reported once the backend says so."""
-        if self.observer is None and self.timekeeper is None:
-            return
-        work = synchroniser.works.get(task.index)
-        issued = time.perf_counter()
-        if work is None:
-            return
+        work, issued = synchroniser.works.get(task.index), time.perf_counter()
         for observer in (self.observer, self.timekeeper):
-            if observer is not None:
+            if observer is not None and work is not None:
                 work.report_end(partial(observer.communication, self.step, task, queued, issued))
 
     @contextmanager

@@ -14,11 +14,11 @@ from offbeat.runtime.comm import Channel, Work
 class UnusedParameters:
     """Finds out which variables no replica used."""
 
-    def __init__(self, names: list[str], channel: Channel, device: torch.device, track: bool | None) -> None:
-        self.names = names
-        self.place = {name: index for index, name in enumerate(names)}
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], channel: Channel, track: bool | None) -> None:
+        self.place = {name: index for index, name in enumerate(parameters)}
         self.channel = channel
-        self.used = torch.ones(len(names), dtype=torch.int32, device=device)
+        device = next(iter(parameters.values())).device
+        self.used = torch.ones(len(parameters), dtype=torch.int32, device=device)
         self.track = track
         """Whether to ask; None until the first step has shown whether it is needed."""
         self.work: Work | None = None
@@ -50,5 +50,5 @@ class UnusedParameters:
             counts = self.used.tolist()
             if self.track is None:
                 self.track = min(counts) < self.channel.size
-            self.nowhere = [name for name, count in zip(self.names, counts, strict=True) if not count]
+            self.nowhere = [name for name, count in zip(self.place, counts, strict=True) if not count]
         return self.nowhere

@@ -7,14 +7,11 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import torch
-from torch.optim import Optimizer
 
 from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
-from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.portions import Portions
-from offbeat.runtime.engine.reports import Reports
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
@@ -24,25 +21,15 @@ from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 class Updates:
     """The optimizer's side of a plan on one rank."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        components: list[Component],
-        gradients: Gradients,
-        owners: Owners,
-        optimizer: Optimizer,
-        optimizer_class: type[Optimizer],
-        reports: Reports,
-        aliases: AliasCheck,
-    ) -> None:
-        self.components = components
+    def __init__(self, gradients: Gradients, aliases: AliasCheck) -> None:
+        self.training = training = gradients.training
+        self.reports = training.reports
         self.gradients = gradients
-        self.owners = owners
-        self.optimizer = optimizer
-        self.optimizer_class = optimizer_class
-        self.reports = reports
-        self.component_of = {id(parameter): each for each in components for parameter in each.parameters}
-        self.outside = self._outside()
+        self.components, self.owners = gradients.components, gradients.owners
+        self.component_of = {id(parameter): each for each in self.components for parameter in each.parameters}
+        held = (parameter for group in training.optimizer.param_groups for parameter in group["params"])
+        self.outside = training.optimizer_of(Unit(p, p) for p in held if id(p) not in self.component_of)
+        """For parameters that the plan knows nothing of: they are stepped here alone."""
         self.outstanding = 0
         """Components whose update is outstanding."""
         self.zeroing: dict[int, bool] = {}
@@ -51,11 +38,9 @@ class Updates:
         """An optimizer is at work, so that accesses to gradients are not the training loop's."""
         self.aliases = aliases
         aliases.count_own()
-        self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
         """Applies slices in the order in which this plan sends them."""
-        self.plan = plan
         for component, described in zip(self.components, plan.program.components, strict=True):
             component.portions = None
             if described.slices and component.optimizer is not None:
@@ -63,27 +48,17 @@ class Updates:
                 if Portions.fit(synchroniser, component.optimizer):
                     component.portions = Portions(synchroniser, component.optimizer, described.slices)
 
-    def _outside(self) -> UnitOptimizer | None:
-        """The optimizer may also hold parameters that the plan knows nothing of: they are stepped here alone."""
-        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        units = [Unit(parameter, parameter) for parameter in held if id(parameter) not in self.component_of]
-        return UnitOptimizer(self.optimizer, self.optimizer_class, units) if units else None
-
-    def optimizers(self) -> Iterable[UnitOptimizer]:
+    def optimizers(self) -> list[UnitOptimizer]:
         """Every optimizer that stands in for a part of the user's."""
-        yield from self.owners.optimizers.values()
-        if self.outside is not None:
-            yield self.outside
-        for component in self.components:
-            if component.optimizer is not None:
-                yield component.optimizer
+        others = (self.outside, *(component.optimizer for component in self.components))
+        return [*self.owners.optimizers.values(), *(each for each in others if each is not None)]
 
     # Applying
 
     def whole_step(self) -> None:
         """The user's optimizer takes one ordinary step with what `parameter.grad` holds."""
         with self.at_work():
-            self.optimizer_class.step(self.optimizer)
+            self.training.optimizer_class.step(self.training.optimizer)
 
     def begin_step(self) -> None:
         """Owners update what they own and send it back; what every replica applies becomes outstanding."""
@@ -102,10 +77,11 @@ class Updates:
                 self._step_stale(component)
 
     def apply(self, optimizer: UnitOptimizer, *synchronisers: Synchroniser) -> None:
-        """Steps an optimizer, with gradients that lie elsewhere than its units say as the synchronisers have them."""
+        """Steps an optimizer; gradients that do not lie where its units say are taken from the synchronisers."""
         elsewhere = {key: value for each in synchronisers for key, value in each.unit_gradients().items()}
         with self.at_work():
-            optimizer.take_gradients(elsewhere, self.gradients.without_gradient())
+            dropped = self.gradients.dropped
+            optimizer.take_gradients(elsewhere, self.gradients.unused_parameters() if dropped is None else dropped)
             optimizer.step()
 
     @contextmanager
@@ -138,7 +114,7 @@ class Updates:
                 self.settle(component)
 
     def settle_aliased(self) -> None:
-        """Views that others keep of a parameter cannot be brought up to date when they are read, so they are now."""
+        """Settles parameters of which others hold views: a view cannot be brought up to date when it is read."""
         for component in self.components if self.outstanding else ():
             if not component.settled and self.aliases.any(component.parameters):
                 self.settle(component)
@@ -152,7 +128,7 @@ class Updates:
         with self.reports.local("wait", component.messages):
             unused = self.gradients.unused_parameters()
         for task in portions.slices:
-            with self.reports.local("wait", component.messages), explain(self.plan, synchroniser, task):
+            with self.reports.local("wait", component.messages), explain(self.training.plan, synchroniser, task):
                 synchroniser.wait(task.index)
             with self.reports.local("update", component.messages):
                 portions.apply(task.stop, unused)
@@ -165,7 +141,7 @@ class Updates:
             self.gradients.show(component)
             for synchroniser in component.synchronisers:
                 if not synchroniser.replicated:
-                    with explain(self.plan, synchroniser):
+                    with explain(self.training.plan, synchroniser):
                         synchroniser.receive()
         if component.optimizer is not None:
             with self.reports.local("update", component.messages):
@@ -176,14 +152,14 @@ class Updates:
 
     def _step_stale(self, component: Component) -> None:
         """This step's messages leave; those that are due, or have arrived, are applied."""
-        for synchroniser in component.synchronisers:
+        for synchroniser in component.stale:
             synchroniser.depart()
-        while component.synchronisers[0].due or all(each.arrived for each in component.synchronisers):
+        while component.stale[0].due or all(each.arrived for each in component.stale):
             self._apply_stale(component)
 
     def _apply_stale(self, component: Component) -> None:
-        for synchroniser in component.synchronisers:
-            with explain(self.plan, synchroniser):
+        for synchroniser in component.stale:
+            with explain(self.training.plan, synchroniser):
                 synchroniser.arrive()
                 self.owners.run_stale(synchroniser.message.index, self.apply)
                 synchroniser.receive()
@@ -200,7 +176,7 @@ class Updates:
         """Applies everything, stale messages too, so that all replicas are equal; every rank must call it."""
         self.settle_all()
         for component in self.components:
-            while component.synchronisers[0].flying:
+            while component.stale and component.stale[0].flying:
                 self._apply_stale(component)
 
     # Forgetting

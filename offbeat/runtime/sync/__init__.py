@@ -1,11 +1,11 @@
 """Plan → one synchroniser per message, of the kind its strategy asks for."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.plan import Message, Plan
-from offbeat.runtime.comm import Channels
+from offbeat.plan import Message
 from offbeat.runtime.sync.asynchronous import AsyncMessage, AsyncServer
 from offbeat.runtime.sync.dense import (
     EncodedAllReduce,
@@ -19,40 +19,26 @@ from offbeat.runtime.sync.encoders import make_encoder
 from offbeat.runtime.sync.sparse import FactorBroadcast, SparseGather, SparseServer
 from offbeat.runtime.sync.stale import StaleAllReduce, StaleServer
 
-__all__ = ["AsyncServer", "Synchroniser", "box_slices", "make_synchronisers"]
+if TYPE_CHECKING:
+    from offbeat.runtime.engine import Training
+
+__all__ = ["AsyncServer", "StaleAllReduce", "Synchroniser", "box_slices", "make_synchroniser"]
 
 _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 
 
-def make_synchronisers(
-    model: torch.nn.Module,
-    plan: Plan,
-    channels: Channels,
-    parameters: dict[str, torch.nn.Parameter],
-    optimizer_class: type[Optimizer],
-) -> list[Synchroniser]:
-    """One per message, in the plan's order."""
-    densify = optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
-    return [_make(message, model, plan, channels, parameters, densify) for message in plan.messages]
-
-
-def _make(
-    message: Message,
-    model: torch.nn.Module,
-    plan: Plan,
-    channels: Channels,
-    parameters: dict[str, torch.nn.Parameter],
-    densify: bool,
-) -> Synchroniser:
+def make_synchroniser(message: Message, training: "Training") -> Synchroniser:
+    """The message's, on the plan's rank."""
+    plan, parameters = training.plan, training.parameters
     assert plan.rank is not None
     me = plan.replicas.index(plan.rank)
-    common = (message, parameters, channels, plan.rank, plan.weights[me])
+    common = (message, parameters, training.channels, plan.rank, plan.weights[me])
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
     shapes = [piece.shape for piece in message.pieces]
-    encoder = make_encoder(
-        message.encoder, shapes, first.dtype, first.device, seed=message.index, world=len(plan.replicas), rank=me
-    )
+    place = (first.dtype, first.device, message.index, len(plan.replicas), me)
+    encoder = make_encoder(message.encoder, shapes, *place)
+    densify = training.optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
     if message.asynchronous:
         return AsyncMessage(*common)
     if message.staleness:
@@ -63,7 +49,7 @@ def _make(
         case "sparse_parameter_server":
             return SparseServer(variable, densify, *common)
         case "factor_broadcast":
-            return FactorBroadcast(_linear(model, variable.name), variable.factor_rows, *common)
+            return FactorBroadcast(_linear(training.model, variable.name), variable.factor_rows, *common)
         case "sharded":
             tasks = [send.task for send in plan.program.sends if send.task.message == message.index]
             slices = sorted({(task.start, task.stop) for task in tasks})

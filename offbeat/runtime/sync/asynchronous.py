@@ -7,14 +7,17 @@ replicas moves the parameters about as far as one synchronous step.
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from offbeat.runtime.comm import Channel, CommunicationFailed
 from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser, piece_views
+from offbeat.runtime.unit_optimizer import Unit
 
 _GRADIENT, _FAREWELL = 1, 0
 _UP, _DOWN = 1, 2
@@ -24,28 +27,33 @@ _UP, _DOWN = 1, 2
 class AsyncMessage(ServerSynchroniser):
     """A server's message that takes part in no collective: it is exchanged with its owner alone."""
 
-    relaxed = True
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # The server's threads must not touch what autograd is writing, so they work on tensors of their own.
         self.inbox = torch.zeros_like(self.buffer)
-        self.unit_views = list(piece_views(self.message, self.inbox))
+
+    def units(self) -> list[Unit]:
+        arriving = piece_views(self.message, self.inbox)
+        return [replace(unit, gradient=next(arriving)) for unit in super().units()]
 
 
 class AsyncServer:
     """One rank's side of all asynchronous messages: it serves what it owns and exchanges the rest."""
 
     def __init__(self, channel: Channel, synchronisers: list[Synchroniser], update: Callable[[int], None]) -> None:
-        messages = [cast(AsyncMessage, each) for each in synchronisers if each.message.asynchronous]
         self.channel = channel
-        self.me = channel.ranks[channel.index]
         self.update = update
-        self.owned = [each for each in messages if each.message.owner == self.me]
-        self.remote = [each for each in messages if each.message.owner != self.me]
+        me = channel.ranks[channel.index]
+        held: dict[int, list[AsyncMessage]] = defaultdict(list)
+        for each in synchronisers:
+            if isinstance(each, AsyncMessage) and each.message.owner is not None:
+                held[each.message.owner].append(each)
+        self.owned = held.pop(me, [])
+        self.remote = held
+        """Messages that other ranks own, by their owner."""
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
-        peers = [rank for rank in channel.ranks if rank != self.me] if self.owned else []
+        peers = [rank for rank in channel.ranks if rank != me] if self.owned else []
         self.threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in peers]
         for thread in self.threads:
             thread.start()
@@ -59,15 +67,13 @@ class AsyncServer:
         for each in self.owned:
             self._apply(each, each.buffer)
             each.unpack_values()
-        for owner in dict.fromkeys(each.message.owner for each in self.remote):
-            self._header(owner, _GRADIENT)
-            for each in self.remote:
-                if each.message.owner == owner:
-                    self._send(each.buffer, owner)
-        for each in self.remote:
-            assert each.message.owner is not None
-            self.channel.recv(each.values, each.message.owner, _DOWN)
-            each.unpack_values()
+        for owner, messages in self.remote.items():
+            for tensor in (torch.tensor([_GRADIENT]), *(each.buffer for each in messages)):
+                self.channel.send(tensor, owner, _UP)
+        for owner, messages in self.remote.items():
+            for each in messages:
+                self.channel.recv(each.values, owner, _DOWN)
+                each.unpack_values()
 
     def close(self, deadline: float | None = None) -> None:
         """Says farewell to every owner, and waits until all others have, or until `deadline` (time.monotonic)."""
@@ -82,32 +88,24 @@ class AsyncServer:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _leave(self) -> None:
-        for owner in dict.fromkeys(each.message.owner for each in self.remote):
+        for owner in self.remote:
             with suppress(RuntimeError):
-                self._header(owner, _FAREWELL)
-
-    def _header(self, owner: int | None, kind: int) -> None:
-        self._send(torch.tensor([kind], dtype=torch.int64), owner)
-
-    def _send(self, tensor: torch.Tensor, owner: int | None) -> None:
-        assert owner is not None
-        self.channel.send(tensor, owner, _UP)
+                self.channel.send(torch.tensor([_FAREWELL]), owner, _UP)
 
     def _serve(self, peer: int) -> None:
         # Tensor code in a thread starts a team of its own otherwise, which slows the training thread down.
         torch.set_num_threads(1)
         header = torch.zeros(1, dtype=torch.int64)
-        arrived = {each.message.index: torch.empty_like(each.buffer) for each in self.owned}
+        arrived = [torch.empty_like(each.buffer) for each in self.owned]
         try:
             while True:
                 self.channel.recv(header, peer, _UP)
                 if int(header) == _FAREWELL:
                     return
-                for each in self.owned:
-                    self.channel.recv(arrived[each.message.index], peer, _UP)
-                for each in self.owned:
-                    answer = self._apply(each, arrived[each.message.index])
-                    self.channel.send(answer, peer, _DOWN)
+                for gradient in arrived:
+                    self.channel.recv(gradient, peer, _UP)
+                for each, gradient in zip(self.owned, arrived, strict=True):
+                    self.channel.send(self._apply(each, gradient), peer, _DOWN)
         except RuntimeError as error:
             self.failure = error
 

@@ -16,16 +16,13 @@ from offbeat.plan import Message, Piece, Task
 from offbeat.runtime.comm import Channels, Work
 from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync.encoders import MessageEncoder
+from offbeat.runtime.sync.rows import gather_blocks
 from offbeat.runtime.unit_optimizer import Unit
 
 
 class Synchroniser:
     """A dense message without an encoder, applied by every replica."""
 
-    replicated = True
-    """Every replica applies the update, from `parameter.grad`."""
-    relaxed = False
-    """It may be applied later than in its own step: stale and asynchronous messages."""
     later_rounds = False
     """Finishing it may take further collectives, which all ranks must make in one order."""
     elementwise = True
@@ -37,6 +34,10 @@ class Synchroniser:
         self, message: Message, parameters: dict[str, torch.nn.Parameter], channels: Channels, me: int, share: float
     ) -> None:
         self.message = message
+        self.replicated = message.replicated
+        """Every replica applies the update, from `parameter.grad`."""
+        self.relaxed = message.asynchronous or message.staleness > 0
+        """It may be applied later than in its own step."""
         self.channels = channels
         self.me = me
         self.share = share
@@ -165,29 +166,6 @@ class Synchroniser:
     def publish(self, tasks: list[Task]) -> None:
         """Sends the averaged gradient itself to every replica, for a training loop that reads it."""
 
-    # What stale messages do
-
-    @property
-    def due(self) -> bool:
-        """The oldest message must be waited for."""
-        return False
-
-    @property
-    def arrived(self) -> bool:
-        """The oldest message can be applied without waiting."""
-        return False
-
-    @property
-    def flying(self) -> int:
-        """How many messages of earlier steps have not been applied."""
-        return 0
-
-    def depart(self) -> None:
-        """This step's message is on its way; the buffer is free for the next."""
-
-    def arrive(self) -> None:
-        """Takes the oldest message, waiting for it if need be."""
-
 
 class EncodedAllReduce(Synchroniser):
     """A dense message whose gradient travels encoded."""
@@ -220,15 +198,8 @@ class EncodedAllReduce(Synchroniser):
             sliced = self.message.encoder.sliceable
             part = self.payload[task.start : task.stop] if sliced else self.payload
             self.works[task.index] = self._start(task, part)
-        elif task.kind == "all_gather":
-            output = self.payload.new_empty(channel.size * self.payload.numel())
-            self.received = output.view(channel.size, -1)
-            self.works[task.index] = channel.all_gather(output, self.payload)
         else:
-            assert task.root is not None
-            self.received = self.payload.new_empty(channel.size, self.payload.numel())
-            outputs = list(self.received) if task.root == self.me else []
-            self.works[task.index] = channel.gather(outputs, self.payload, task.root)
+            self.works[task.index], self.received = gather_blocks(channel, self.payload, task.root)
 
     @torch.no_grad()
     def decode(self) -> None:
@@ -250,7 +221,6 @@ class EncodedAllReduce(Synchroniser):
 class OwnedSynchroniser(Synchroniser):
     """A message whose parameters travel back, through a flat buffer of values that whole parameters are views of."""
 
-    replicated = False
     elementwise = False
 
     @torch.no_grad()
@@ -262,17 +232,22 @@ class OwnedSynchroniser(Synchroniser):
             if whole and id(parameter) not in aliased:
                 parameter.data = view
 
-    @torch.no_grad()
-    def pack_values(self) -> None:
+    def _apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces that lie outside the flat buffer: each in its parameter, and its place in the buffer."""
         for piece, parameter, view in zip(self.message.pieces, self.parameters, self.value_views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter[box_slices(piece)])
+                yield parameter[box_slices(piece)], view
+
+    @torch.no_grad()
+    def pack_values(self) -> None:
+        for part, view in self._apart():
+            view.copy_(part)
 
     @torch.no_grad()
     def unpack_values(self) -> None:
-        for piece, parameter, view in zip(self.message.pieces, self.parameters, self.value_views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                parameter[box_slices(piece)] = view
+        """Gives the parameters the values in the buffer."""
+        for part, view in self._apart():
+            part.copy_(view)
 
     def start_return(self, task: Task) -> None:
         if len(task.ranks) > 1:
@@ -295,16 +270,11 @@ class OwnedSynchroniser(Synchroniser):
 class ServerSynchroniser(OwnedSynchroniser):
     """Reduced to its owner, who updates it and broadcasts the parameters."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.unit_views = self.views
-        """Where the owner's update finds the averaged gradients."""
-
     def units(self) -> list[Unit]:
         if self.me != self.message.owner:
             return []
         # A tensor of its own, because the training loop may give the parameter another memory.
-        held = zip(self.message.pieces, self.parameters, self.value_views, self.unit_views, strict=True)
+        held = zip(self.message.pieces, self.parameters, self.value_views, self.views, strict=True)
         return [
             Unit(parameter, torch.nn.Parameter(value), view, box_slices(piece))
             for piece, parameter, value, view in held
@@ -313,8 +283,6 @@ class ServerSynchroniser(OwnedSynchroniser):
 
 class EncodedServer(EncodedAllReduce, ServerSynchroniser):
     """A server's message whose gradient travels encoded."""
-
-    replicated = False
 
     def wait(self, task: int) -> None:
         super().wait(task)
@@ -333,35 +301,30 @@ class ShardedSynchroniser(OwnedSynchroniser):
     ) -> None:
         super().__init__(*arguments)
         self.wire_dtype = encoder_dtype or self.dtype
-        self.ranks = ranks
         self.parts: dict[int, torch.Tensor] = {}
         self.wire_parts: dict[int, torch.Tensor] = {}
         self.gathered: dict[int, torch.Tensor] = {}
-        self.mine: dict[int, tuple[int, int, int]] = {}
-        """By the slice's start: where this rank's part begins and ends, and how long parts are."""
+        self.mine: dict[int, tuple[int, int]] = {}
+        """By the slice's start: where this rank's part begins and ends."""
         size, index = len(ranks), ranks.index(self.me)
         for start, stop in slices:
             part = -(-(stop - start) // size)
             begin = min(stop, start + index * part)
-            self.mine[start] = (begin, min(stop, begin + part), part)
+            self.mine[start] = (begin, min(stop, begin + part))
             self.parts[start] = torch.zeros(part, dtype=self.dtype, device=self.device)
             self.wire_parts[start] = torch.zeros(part, dtype=self.wire_dtype, device=self.device)
 
-    def _padded(self, tensor: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        length = self.mine[start][2] * len(self.ranks)
-        if stop - start == length and dtype == tensor.dtype:
-            return tensor[start:stop]
-        padded = torch.zeros(length, dtype=dtype, device=self.device)
-        padded[: stop - start] = tensor[start:stop]
-        return padded
-
     def start(self, task: Task) -> None:
-        if len(task.ranks) > 1:
-            outgoing = self._padded(self.buffer, task.start, task.stop, self.wire_dtype)
-            channel = self.channels.up(task.ranks)
-            self.works[task.index] = channel.reduce_scatter(self.wire_parts[task.start], outgoing)
-        else:
-            self.wire_parts[task.start].copy_(self.buffer[task.start : task.stop])
+        outgoing, part = self.buffer[task.start : task.stop], self.wire_parts[task.start]
+        if len(task.ranks) == 1:
+            part.copy_(outgoing)
+            return
+        length = len(part) * len(task.ranks)
+        if len(outgoing) < length or self.wire_dtype != self.dtype:
+            padded = torch.zeros(length, dtype=self.wire_dtype, device=self.device)
+            padded[: len(outgoing)] = outgoing
+            outgoing = padded
+        self.works[task.index] = self.channels.up(task.ranks).reduce_scatter(part, outgoing)
 
     @torch.no_grad()
     def collect(self, published: bool) -> None:
@@ -372,7 +335,7 @@ class ShardedSynchroniser(OwnedSynchroniser):
     def units(self) -> list[Unit]:
         units = []
         held = list(zip(self.message.pieces, self.parameters, piece_edges(self.message), strict=True))
-        for start, (begin, end, _) in self.mine.items():
+        for start, (begin, end) in self.mine.items():
             for piece, parameter, (left, right) in held:
                 low, high = max(begin, left), min(end, right)
                 if low < high:
@@ -384,12 +347,11 @@ class ShardedSynchroniser(OwnedSynchroniser):
     def start_return(self, task: Task) -> None:
         if len(task.ranks) == 1:
             return
-        begin, end, part = self.mine[task.start]
-        outgoing = torch.zeros(part, dtype=self.dtype, device=self.device)
+        begin, end = self.mine[task.start]
+        outgoing = torch.zeros_like(self.parts[task.start])
         outgoing[: end - begin] = self.values[begin:end]
-        gathered = torch.empty(part * len(task.ranks), dtype=self.dtype, device=self.device)
-        self.gathered[task.start] = gathered[: task.stop - task.start]
-        self.works[task.index] = self.channels.back(task.ranks).all_gather(gathered, outgoing)
+        self.works[task.index], gathered = gather_blocks(self.channels.back(task.ranks), outgoing, None)
+        self.gathered[task.start] = gathered.view(-1)[: task.stop - task.start]
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -405,14 +367,14 @@ class ShardedSynchroniser(OwnedSynchroniser):
         self.collect(published=False)
         for task in tasks:
             if len(task.ranks) > 1:
-                gathered = torch.empty(self.mine[task.start][2] * len(task.ranks), dtype=self.dtype, device=self.device)
-                self.channels.back(task.ranks).all_gather(gathered, self.parts[task.start]).wait()
-                self.buffer[task.start : task.stop] = gathered[: task.stop - task.start]
+                work, gathered = gather_blocks(self.channels.back(task.ranks), self.parts[task.start], None)
+                work.wait()
+                self.buffer[task.start : task.stop] = gathered.view(-1)[: task.stop - task.start]
 
     @torch.no_grad()
     def reload(self) -> None:
         super().reload()
-        for start, (begin, end, _) in self.mine.items():
+        for start, (begin, end) in self.mine.items():
             self.parts[start][: end - begin] = self.buffer[begin:end]
 
 

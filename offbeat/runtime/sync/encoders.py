@@ -56,25 +56,8 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _PACK = 0x0102040810204080
 
 
-def make_encoder(
-    encoder: Encoder,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    world: int,
-    rank: int,
-) -> "MessageEncoder | None":
-    """The encoder of one message on one rank, or None where messages travel as they are.
-
-    `seed` is the same on all ranks and differs between messages; `rank` is the place among the `world` participants.
-    """
-    if encoder.name == "none":
-        return None
-    if dtype not in _DTYPES:
-        raise OffbeatError(f"encoder {encoder.name!r} takes floating-point gradients, not {dtype}")
-    if not 0 <= rank < world:
-        raise OffbeatError(f"encoder {encoder.name!r}: rank {rank} is not one of {world} ranks")
+def make_encoder(encoder: Encoder, *message: Any) -> "MessageEncoder | None":
+    """The encoder of one message on one rank, made of what `MessageEncoder` takes; None where messages travel as is."""
     kinds: dict[str, type[MessageEncoder]] = {
         "fp16": _Cast,
         "bf16": _Cast,
@@ -84,7 +67,7 @@ def make_encoder(
         "int8": _Int8,
         "powersgd": _PowerSGD,
     }
-    return kinds[encoder.name](encoder, shapes, dtype, device, seed, world, rank)
+    return None if encoder.name == "none" else kinds[encoder.name](encoder, *message)
 
 
 class MessageEncoder(ABC):
@@ -105,10 +88,18 @@ class MessageEncoder(ABC):
         world: int,
         rank: int,
     ) -> None:
+        """`shapes` are the pieces'. `seed` is the same on all ranks and differs between messages; `rank` is the place
+        among the `world` participants."""
+        if dtype not in _DTYPES:
+            raise OffbeatError(f"encoder {encoder.name!r} takes floating-point gradients, not {dtype}")
+        if not 0 <= rank < world:
+            raise OffbeatError(f"encoder {encoder.name!r}: rank {rank} is not one of {world} ranks")
         self._encoder = encoder
         self._sizes = [math.prod(shape) for shape in shapes]
         self._elements = sum(self._sizes)
         self._starts = list(accumulate(self._sizes, initial=0))[:-1]
+        self._counts = [kept(size, encoder.ratio or 1.0) for size in self._sizes]
+        """Elements of each piece that a sparsifying encoder sends."""
         self._dtype, self._device = dtype, torch.device(device)
         # Half-precision messages are worked on in float32.
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -150,19 +141,19 @@ class _OneRound(MessageEncoder):
     def _rounds(self, corrected: torch.Tensor, buffer: torch.Tensor, step: int) -> Rounds:
         payload = self._encode(corrected, step)
         if self.residual is not None:
-            self._accumulate(payload if self.summed else payload.unsqueeze(0), corrected, step, sign=-1)
+            self._accumulate(payload if self.summed else payload.unsqueeze(0), corrected, sign=-1)
             self._carry(corrected)
         arrived = yield payload
         expected = payload.shape if self.summed else (self._world, *payload.shape)
         assert arrived.shape == expected, f"{tuple(arrived.shape)} arrived instead of {tuple(expected)}"
-        self._decode(arrived, buffer, step)
+        self._decode(arrived, buffer)
 
-    def _decode(self, arrived: torch.Tensor, buffer: torch.Tensor, step: int) -> None:
+    def _decode(self, arrived: torch.Tensor, buffer: torch.Tensor) -> None:
         if self._dtype == self._wide:
-            self._accumulate(arrived, buffer.zero_(), step)
+            self._accumulate(arrived, buffer.zero_())
         else:
             total = torch.zeros_like(buffer, dtype=self._wide)
-            self._accumulate(arrived, total, step)
+            self._accumulate(arrived, total)
             buffer.copy_(total)
 
     @abstractmethod
@@ -170,7 +161,7 @@ class _OneRound(MessageEncoder):
         """The payload; leaves `corrected` as it is."""
 
     @abstractmethod
-    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, step: int, sign: int = 1) -> None:
+    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
         """Adds sign * the decoded sum of what arrived to `total`, rank after rank."""
 
 
@@ -180,10 +171,10 @@ class _Cast(_OneRound):
     def _encode(self, corrected: torch.Tensor, step: int) -> torch.Tensor:
         return _narrow(corrected, _HALF[self._encoder.name], self._world)
 
-    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, step: int, sign: int = 1) -> None:
+    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
         total.add_(arrived, alpha=sign)
 
-    def _decode(self, arrived: torch.Tensor, buffer: torch.Tensor, step: int) -> None:
+    def _decode(self, arrived: torch.Tensor, buffer: torch.Tensor) -> None:
         buffer.copy_(arrived)
 
 
@@ -192,14 +183,13 @@ class _TopK(_OneRound):
 
     def _encode(self, corrected: torch.Tensor, step: int) -> torch.Tensor:
         found = [corrected.new_empty(0, dtype=torch.int64)]
-        for values, start in zip(corrected.split(self._sizes), self._starts, strict=True):
-            count = kept(values.numel(), self._encoder.ratio or 1.0)
+        for values, start, count in zip(corrected.split(self._sizes), self._starts, self._counts, strict=True):
             found.append(values.abs().topk(count, sorted=False).indices + start)
         positions = torch.cat(found)
         values = _narrow(corrected[positions], self._dtype)
         return torch.cat([positions.view(torch.uint8), values.view(torch.uint8)])
 
-    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, step: int, sign: int = 1) -> None:
+    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
         count = arrived.shape[1] // (INDEX_BYTES + self._dtype.itemsize)
         positions = _reinterpret(arrived[:, : count * INDEX_BYTES], torch.int64)
         values = _reinterpret(arrived[:, count * INDEX_BYTES :], self._dtype).to(self._wide)
@@ -211,12 +201,8 @@ class _TopK(_OneRound):
 class _RandomK(_OneRound):
     """The same random elements of each piece on all ranks."""
 
-    _drawn: tuple[int, torch.Tensor] | None = None
-    """A step and its positions."""
-
-    @cached_property
-    def _counts(self) -> list[int]:
-        return [kept(size, self._encoder.ratio or 1.0) for size in self._sizes]
+    _positions: torch.Tensor
+    """Of the elements that this exchange sends."""
 
     @cached_property
     def _factors(self) -> torch.Tensor:
@@ -225,36 +211,38 @@ class _RandomK(_OneRound):
         repeated = np.repeat(np.array(factors), np.array(self._counts, dtype=np.int64))
         return torch.from_numpy(repeated).to(self._device, self._wide)
 
-    def _positions(self, step: int) -> torch.Tensor:
+    def _draw(self, step: int) -> torch.Tensor:
         """Positions in the message, drawn on the CPU: what a GPU's generator gives depends on the GPU's model."""
-        if self._drawn is None or self._drawn[0] != step:
-            # numpy draws k of n in O(k), where torch has only a permutation of all n.
-            generator = np.random.Generator(np.random.Philox(_mix(self._seed, step)))
-            found = [np.empty(0, dtype=np.int64)]
-            for size, start, count in zip(self._sizes, self._starts, self._counts, strict=True):
-                found.append(generator.choice(size, count, replace=False, shuffle=False) + start)
-            self._drawn = (step, torch.from_numpy(np.concatenate(found)).to(self._device))
-        return self._drawn[1]
+        # numpy draws k of n in O(k), where torch has only a permutation of all n.
+        generator = np.random.Generator(np.random.Philox(_mix(self._seed, step)))
+        found = [np.empty(0, dtype=np.int64)]
+        for size, start, count in zip(self._sizes, self._starts, self._counts, strict=True):
+            found.append(generator.choice(size, count, replace=False, shuffle=False) + start)
+        return torch.from_numpy(np.concatenate(found)).to(self._device)
 
     def _encode(self, corrected: torch.Tensor, step: int) -> torch.Tensor:
+        self._positions = self._draw(step)
         # Not finite anywhere is not finite in what is sent: the positions may miss the element.
         poison = corrected.sum() * 0
-        values = corrected[self._positions(step)].add_(poison)
+        values = corrected[self._positions].add_(poison)
         return _narrow(values, self._dtype, self._world)
 
-    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, step: int, sign: int = 1) -> None:
+    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
         values = arrived.to(self._wide)
         if self.residual is None:
             values = values * self._factors
-        total.index_add_(0, self._positions(step), values, alpha=sign)
+        total.index_add_(0, self._positions, values, alpha=sign)
 
 
 class _Scaled(_OneRound):
     """A float32 scale per piece, then the codes of all pieces; an element decodes to scale * code."""
 
+    _codes_per_block = 1
+    """A piece has a multiple of so many codes, the last of which may stand for no element."""
+
+    @cached_property
     def _code_sizes(self) -> list[int]:
-        """How many codes each piece has, some of which may stand for no element."""
-        return self._sizes
+        return [-(-size // self._codes_per_block) * self._codes_per_block for size in self._sizes]
 
     def _encode(self, corrected: torch.Tensor, step: int) -> torch.Tensor:
         scales = corrected.new_zeros(len(self._sizes))
@@ -264,11 +252,11 @@ class _Scaled(_OneRound):
         scales = scales.to(torch.float32)
         return torch.cat([scales.view(torch.uint8), self._quantise(corrected, scales, step).view(torch.uint8)])
 
-    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, step: int, sign: int = 1) -> None:
+    def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
         scale_bytes = SCALE_BYTES * len(self._sizes)
         scales = _reinterpret(arrived[:, :scale_bytes], torch.float32).to(self._wide)
         for scale, row in zip(scales, arrived[:, scale_bytes:], strict=True):
-            codes = self._codes(row).split(self._code_sizes())
+            codes = self._codes(row).split(self._code_sizes)
             for values, code, one in zip(total.split(self._sizes), codes, scale, strict=True):
                 values.addcmul_(code[: values.numel()], one, value=sign)
 
@@ -286,16 +274,14 @@ class _Scaled(_OneRound):
 class _Sign(_Scaled):
     """One bit per element, eight to a byte; each piece begins with a new byte. Zero counts as positive."""
 
-    def _code_sizes(self) -> list[int]:
-        return [-(-size // 8) * 8 for size in self._sizes]
+    _codes_per_block = 8
 
     def _scale(self, values: torch.Tensor) -> torch.Tensor:
         return values.abs().mean()
 
     def _quantise(self, corrected: torch.Tensor, scales: torch.Tensor, step: int) -> torch.Tensor:
-        sizes = self._code_sizes()
-        flags = corrected.new_zeros(sum(sizes), dtype=torch.uint8)
-        for values, code in zip(corrected.split(self._sizes), flags.split(sizes), strict=True):
+        flags = corrected.new_zeros(sum(self._code_sizes), dtype=torch.uint8)
+        for values, code in zip(corrected.split(self._sizes), flags.split(self._code_sizes), strict=True):
             code[: values.numel()] = values >= 0
         return ((flags.view(torch.int64) * _PACK >> 56) & 0xFF).to(torch.uint8)
 

@@ -5,7 +5,6 @@ says how many rows it holds; where that is more than the block takes, all of the
 rest in a second round of the size that all can compute.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,72 +35,69 @@ class RowExchange:
         self.block_rows = max(1, block_rows)
         self.row_bytes = 8 + width * dtype.itemsize
 
-    def start(self, channel: Channel, rows: Rows, root: int | None) -> tuple[Work, list[torch.Tensor]]:
-        """Sends the first block; the tensors receive every rank's block (none on a rank that is not the root)."""
-        return self._send(channel, self.pack(rows, 0, self.block_rows), root)
+    def start(self, channel: Channel, rows: Rows, root: int | None) -> tuple[Work, torch.Tensor]:
+        """Sends the first block; see `gather_blocks`."""
+        return gather_blocks(channel, self.pack(rows, 0, self.block_rows), root)
 
-    def finish(self, channel: Channel, rows: Rows, blocks: list[torch.Tensor], root: int | None) -> Rows:
-        """Every rank's rows, in ring order, after the blocks have arrived."""
+    def finish(self, channel: Channel, rows: Rows, blocks: torch.Tensor) -> Rows:
+        """Every rank's rows, in ring order, on every rank after the blocks have arrived."""
         largest = max(_count(block) for block in blocks)
-        work, rest = self.start_rest(channel, rows, largest, root)
-        if work is not None:
-            work.wait()
+        rest = self.start_rest(channel, rows, largest, None)
+        if rest is not None:
+            rest[0].wait()
         received = self.join(blocks, rest)
         self.block_rows = max(self.block_rows, largest)
         return received
 
     def start_rest(
         self, channel: Channel, rows: Rows, largest: int, root: int | None
-    ) -> tuple[Work | None, list[torch.Tensor]]:
+    ) -> tuple[Work, torch.Tensor] | None:
         """Sends what the first block does not take; `largest` is the most rows that any rank holds."""
         if largest <= self.block_rows:
-            return None, []
-        return self._send(channel, self.pack(rows, self.block_rows, largest - self.block_rows), root)
+            return None
+        return gather_blocks(channel, self.pack(rows, self.block_rows, largest - self.block_rows), root)
 
-    def join(self, blocks: Sequence[torch.Tensor], rest: Sequence[torch.Tensor]) -> Rows:
-        """The rows in all ranks' blocks, and in the rest of each where there is one."""
+    def join(self, blocks: torch.Tensor, rest: tuple[Work, torch.Tensor] | None) -> Rows:
+        """The rows in all ranks' blocks, and in the rest of each where there is one; everything has arrived."""
         parts = []
         for index, block in enumerate(blocks):
-            parts.append(self._unpack(block, min(_count(block), self.block_rows)))
-            if rest:
-                parts.append(self._unpack(rest[index], max(0, _count(block) - self.block_rows)))
+            parts.append(self.unpack(block, min(_count(block), self.block_rows)))
+            if rest is not None:
+                parts.append(self.unpack(rest[1][index], max(0, _count(block) - self.block_rows)))
         return Rows(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
-
-    def _send(self, channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, list[torch.Tensor]]:
-        if root is None:
-            output = torch.empty(channel.size * block.numel(), dtype=torch.uint8, device=self.device)
-            return channel.all_gather(output, block), list(output.view(channel.size, -1))
-        here = channel.ranks[channel.index] == root
-        outputs = [torch.empty_like(block) for _ in channel.ranks] if here else []
-        return channel.gather(outputs, block, root), outputs
 
     def pack(self, rows: Rows, start: int, capacity: int) -> torch.Tensor:
         """A block with the rows from `start` on, as far as it takes them, and the number of all in its header."""
         block = self.empty(capacity).zero_()
         block[:_HEADER].view(torch.int64)[0] = len(rows)
         held = max(0, min(len(rows) - start, capacity))
-        if held:
-            numbers, values = self._fields(block)
-            numbers[:held] = rows.numbers[start : start + held]
-            values[:held] = rows.values[start : start + held]
+        into = self.unpack(block, held)
+        into.numbers[:] = rows.numbers[start : start + held]
+        into.values[:] = rows.values[start : start + held]
         return block
 
     def empty(self, capacity: int) -> torch.Tensor:
-        """A block that takes so many rows, to be received."""
-        return torch.empty(_HEADER + capacity * self.row_bytes, dtype=torch.uint8, device=self.device)
+        """A block that takes so many rows, to be received. Blocks lie side by side, so each ends with a whole word."""
+        words = -(-capacity * self.row_bytes // 8)
+        return torch.empty(_HEADER + words * 8, dtype=torch.uint8, device=self.device)
 
-    def unpack(self, block: torch.Tensor) -> Rows:
-        """The rows of a block that holds all of them."""
-        return self._unpack(block, _count(block))
-
-    def _unpack(self, block: torch.Tensor, count: int) -> Rows:
-        numbers, values = self._fields(block)
-        return Rows(numbers[:count], values[:count])
-
-    def _fields(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack(self, block: torch.Tensor, count: int | None = None) -> Rows:
+        """The first `count` rows of a block, by default as many as its header says; they share its memory."""
+        count = _count(block) if count is None else count
         capacity = (block.numel() - _HEADER) // self.row_bytes
         end = _HEADER + capacity * 8
-        return block[_HEADER:end].view(torch.int64), block[end:].view(self.dtype).view(capacity, self.width)
+        values = block[end : _HEADER + capacity * self.row_bytes].view(self.dtype).view(capacity, self.width)
+        return Rows(block[_HEADER:end].view(torch.int64)[:count], values[:count])
+
+
+def gather_blocks(channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, torch.Tensor]:
+    """Starts sending blocks of one size to everybody, or to the root. The tensor receives them, one row for each rank;
+    it has none on a rank that is not the root."""
+    here = root in (None, channel.ranks[channel.index])
+    received = block.new_empty(channel.size if here else 0, block.numel())
+    if root is None:
+        return channel.all_gather(received.view(-1), block), received
+    return channel.gather(list(received), block, root), received
 
 
 def _count(block: torch.Tensor) -> int:

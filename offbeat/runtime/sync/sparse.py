@@ -12,7 +12,7 @@ from offbeat.plan import Task
 from offbeat.runtime.comm import Work
 from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync.dense import Synchroniser, box_slices
-from offbeat.runtime.sync.rows import RowExchange, Rows
+from offbeat.runtime.sync.rows import RowExchange, Rows, gather_blocks
 from offbeat.runtime.unit_optimizer import Unit
 from offbeat.torch_private import backward_pass
 
@@ -36,8 +36,7 @@ class _RowMessage(Synchroniser):
     def finish(self) -> None:
         super().finish()
         if len(self.task.ranks) > 1:
-            channel = self.channels.up(self.task.ranks)
-            self.rows = self.exchange.finish(channel, self.rows, self.blocks, self.task.root)
+            self.rows = self.exchange.finish(self.channels.up(self.task.ranks), self.rows, self.blocks)
 
 
 class SparseGather(_RowMessage):
@@ -101,29 +100,26 @@ class SparseGather(_RowMessage):
 class SparseServer(SparseGather):
     """Rows of a sparse gradient, gathered by their owner, who updates the table and sends changed rows back."""
 
-    replicated = False
-
     def hold_values(self, aliased: frozenset[int]) -> None:
-        self._find_table()
         self.unit = torch.nn.Parameter(self.table)
         self.back = RowExchange(self.exchange.width, self.dtype, self.device, self.exchange.block_rows)
-        self.pending: tuple[Task, torch.Tensor] | None = None
+        self.returned: torch.Tensor | None = None
+        """Receives rows that the owner has changed; None on the owner."""
         self.counting: tuple[Work, torch.Tensor] | None = None
-        self.rest: tuple[Work | None, list[torch.Tensor]] = (None, [])
+        self.rest: tuple[Work, torch.Tensor] | None = None
         self.gathered = False
         """The owner holds everybody's rows."""
         self.most_rows = 0
         """Most rows that any rank has held so far."""
 
-    def _find_table(self) -> None:
-        low, high = self.rows_range
-        self.table = self.parameters[0].data[low:high]
+    @property
+    def table(self) -> torch.Tensor:
+        """These rows where they lie now: the training loop may have given the parameter another memory."""
+        return self.parameters[0].data[slice(*self.rows_range)]
 
     def pack_values(self) -> None:
-        self._find_table()
         assert self.unit is not None
-        if self.unit.data_ptr() != self.table.data_ptr():
-            self.unit.data = self.table
+        self.unit.data = self.table
 
     def finish(self) -> None:
         Synchroniser.finish(self)
@@ -136,15 +132,13 @@ class SparseServer(SparseGather):
     def start(self, task: Task) -> None:
         if len(task.ranks) > 1:
             # Only the owner sees the blocks, but everybody must know whether there is more to send.
-            channel = self.channels.up(task.ranks)
-            counts = torch.empty(channel.size, dtype=torch.int64, device=self.device)
-            mine = torch.tensor([len(self.rows)], device=self.device)
-            self.counting = channel.all_gather(counts, mine), counts
+            count = torch.tensor([len(self.rows)], device=self.device)
+            self.counting = gather_blocks(self.channels.up(task.ranks), count, None)
         super().start(task)
 
     def prepare(self) -> None:
         """Sends the rows that the first block did not take."""
-        self.rest = (None, [])
+        self.rest = None
         if self.counting is not None:
             work, counts = self.counting
             self.counting = None
@@ -155,7 +149,7 @@ class SparseServer(SparseGather):
 
     def drop(self) -> None:
         super().drop()
-        if self.rest[0] is not None:
+        if self.rest is not None:
             self.rest[0].wait()
 
     def units(self) -> list[Unit]:
@@ -176,10 +170,9 @@ class SparseServer(SparseGather):
         if self.me == self.message.owner and not self.gathered:
             self.gathered = True
             if len(self.task.ranks) > 1:
-                work, rest = self.rest
-                if work is not None:
-                    work.wait()
-                self.rows = self.exchange.join(self.blocks, rest)
+                if self.rest is not None:
+                    self.rest[0].wait()
+                self.rows = self.exchange.join(self.blocks, self.rest)
 
     @torch.no_grad()
     def publish(self, tasks: list[Task]) -> None:
@@ -187,7 +180,7 @@ class SparseServer(SparseGather):
         self._gather()
         for task in tasks:
             if len(task.ranks) > 1:
-                work, block = self._broadcast(task, self.rows)
+                work, block = self._broadcast(task, self.rows if self.me == task.root else None)
                 work.wait()
                 self.rows = self.back.unpack(block)
 
@@ -197,34 +190,31 @@ class SparseServer(SparseGather):
             return
         changed = None
         if self.me == task.root:
-            numbers = (self.table != self.before).reshape(len(self.table), -1).any(dim=1).nonzero()[:, 0]
-            changed = Rows(numbers, self.table[numbers].reshape(len(numbers), self.back.width))
+            table = self.table
+            numbers = (table != self.before).reshape(len(table), -1).any(dim=1).nonzero()[:, 0]
+            changed = Rows(numbers, table[numbers].reshape(len(numbers), self.back.width))
         self.works[task.index], block = self._broadcast(task, changed)
-        self.pending = (task, block)
+        self.returned = None if self.me == task.root else block
 
     def _broadcast(self, task: Task, rows: Rows | None) -> tuple[Work, torch.Tensor]:
-        """Two broadcasts: how many rows the root has, and the rows, which the block receives."""
+        """Broadcasts the number of the root's rows, then the rows, which the block receives; others have no `rows`."""
         assert task.root is not None
         channel = self.channels.back(task.ranks)
-        count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        block = None
-        if self.me == task.root:
-            assert rows is not None
-            count.fill_(len(rows))
-            block = self.back.pack(rows, 0, max(1, len(rows)))
+        count = torch.tensor([len(rows) if rows is not None else 0], device=self.device)
         channel.broadcast(count, task.root).wait()
-        if block is None:
+        if rows is None:
             block = self.back.empty(max(1, int(count)))
+        else:
+            block = self.back.pack(rows, 0, max(1, len(rows)))
         return channel.broadcast(block, task.root), block
 
     @torch.no_grad()
     def receive(self) -> None:
         self.finish()
-        self._find_table()
-        if self.pending is not None and self.me != self.pending[0].root:
-            rows = self.back.unpack(self.pending[1])
+        if self.returned is not None:
+            rows = self.back.unpack(self.returned)
             self.table[rows.numbers] = rows.values.reshape(-1, *self.shape[1:])
-        self.pending = None
+        self.returned = None
 
 
 class FactorBroadcast(_RowMessage):
@@ -249,11 +239,12 @@ class FactorBroadcast(_RowMessage):
     def _keep(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if output.requires_grad and torch.is_grad_enabled():
             given = inputs[0].detach()
-            output.register_hook(lambda gradient: self._add(given, gradient.detach()))
 
-    def _add(self, given: torch.Tensor, slope: torch.Tensor) -> None:
-        self._enter_pass()
-        self.factors.append((given, slope))
+            def add(slope: torch.Tensor) -> None:
+                self._enter_pass()
+                self.factors.append((given, slope.detach()))
+
+            output.register_hook(add)
 
     def _enter_pass(self) -> None:
         """What earlier passes left is in the gradient."""

@@ -19,12 +19,12 @@ from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser
 class StaleAllReduce(Synchroniser):
     """An all-reduced message of which several steps' copies may be under way."""
 
-    relaxed = True
     elementwise = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.queue: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
+        self.flying: deque[tuple[torch.Tensor, dict[int, Work]]] = deque()
+        """Messages of this and earlier steps that have not been applied, with their collectives."""
 
     def load(self) -> None:
         super().load()
@@ -35,24 +35,25 @@ class StaleAllReduce(Synchroniser):
             self.works[task.index] = self._start(task, self.leaving[task.start : task.stop])
 
     def depart(self) -> None:
-        self.queue.append((self.leaving, self.works))
+        """This step's message is on its way; the buffer is free for the next."""
+        self.flying.append((self.leaving, self.works))
         self.works = {}
         self.loaded = False
 
     @property
     def due(self) -> bool:
-        return len(self.queue) > self.message.staleness
+        """The oldest message must be waited for."""
+        return len(self.flying) > self.message.staleness
 
     @property
     def arrived(self) -> bool:
-        return bool(self.queue) and all(work.is_completed() for work in self.queue[0][1].values())
-
-    @property
-    def flying(self) -> int:
-        return len(self.queue)
+        """The oldest message can be applied without waiting."""
+        # A server's parameters come back by a collective, so all ranks must take its message at the same point.
+        return self.replicated and bool(self.flying) and all(work.is_completed() for work in self.flying[0][1].values())
 
     def arrive(self) -> None:
-        tensor, works = self.queue.popleft()
+        """Takes the oldest message, waiting for it if need be."""
+        tensor, works = self.flying.popleft()
         for work in works.values():
             work.wait()
         self.buffer.copy_(tensor)
@@ -60,10 +61,3 @@ class StaleAllReduce(Synchroniser):
 
 class StaleServer(StaleAllReduce, ServerSynchroniser):
     """A server's message of which several steps' copies may be under way."""
-
-    replicated = False
-
-    @property
-    def arrived(self) -> bool:
-        # Parameters come back by a collective, so all ranks must take the message at the same point.
-        return False
