@@ -1,6 +1,7 @@
 """Synchronisers of a plan → components: what is waited for and applied at once."""
 
 from collections import defaultdict
+from typing import cast
 
 import torch
 
@@ -28,7 +29,7 @@ class Component:
         self.averages = fixed if len(fixed) == len(self.pieces) else []
         """Each parameter with the place of its averaged gradient, where that is always the same."""
         self.relaxed = any(synchroniser.relaxed for synchroniser in self.synchronisers)
-        self.stale = [each for each in self.synchronisers if isinstance(each, StaleAllReduce)]
+        self.stale = cast("list[StaleAllReduce]", self.synchronisers) if described.staleness else []
         """The same synchronisers, or none where messages are applied in their own step."""
         self.optimizer = training.optimizer_of(self._replicated_units())
         """Applies what every replica applies; None if it holds nothing of the kind."""

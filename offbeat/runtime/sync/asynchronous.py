@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,8 +46,8 @@ class AsyncServer:
         me = channel.ranks[channel.index]
         held: dict[int, list[AsyncMessage]] = defaultdict(list)
         for each in synchronisers:
-            if isinstance(each, AsyncMessage) and each.message.owner is not None:
-                held[each.message.owner].append(each)
+            if each.message.asynchronous and each.message.owner is not None:
+                held[each.message.owner].append(cast(AsyncMessage, each))
         self.owned = held.pop(me, [])
         self.remote = held
         """Messages that other ranks own, by their owner."""
