@@ -26,9 +26,8 @@ class Grid:
         self.fine = prime_factors(self.world)
         self.place = coordinate(self.rank, self.fine)
         self.whole: Layout = (WHOLE,) * len(self.fine)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        )
+        on_gpu = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @cached_property
     def mesh(self) -> DeviceMesh:
