@@ -140,7 +140,11 @@ def _readings(
             yield given, arguments
         return
     needed, most = _TENSORS[name]
-    for filled in _arrangements(given, len(inputs), most):
+    for places in permutations(range(most), len(given)):
+        # Inputs keep their order, and so do variables.
+        if list(places) != sorted(places[: len(inputs)]) + sorted(places[len(inputs) :]):
+            continue
+        filled = [dict(zip(places, given, strict=True)).get(place) for place in range(most)]
         shapes = _operand_shapes(name, [slot and slot[0] for slot in filled], outputs[0], data)
         if shapes is None or any(slot and slot[0] != shape for slot, shape in zip(filled, shapes, strict=True)):
             continue
@@ -150,17 +154,6 @@ def _readings(
         yield slots, _operand_arguments(name, shapes, outputs[0])
         if name == "convolution":
             return  # A result is its data rather than its kernel, and arrangements begin with that.
-
-
-def _arrangements(given: list[Slot], inputs: int, count: int) -> Iterator[list[Slot | None]]:
-    """All ways to place the inputs and the variables, each in their order, among the tensor arguments."""
-    for first in combinations(range(count), inputs):
-        rest = [place for place in range(count) if place not in first]
-        for second in combinations(rest, len(given) - inputs):
-            filled: list[Slot | None] = [None] * count
-            for place, slot in zip((*first, *second), given, strict=True):
-                filled[place] = slot
-            yield filled
 
 
 def _operand_shapes(name: str, filled: Sequence[Shape | None], out: Shape, data: Sequence[Shape]) -> list[Shape] | None:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.compiled import compiled
@@ -94,17 +95,10 @@ class FineMesh:
         return best
 
 
-def code_of(layout: Layout, rank: int) -> int:
-    """The number of a layout of a tensor with `rank` axes."""
-    code = 0
-    for split in layout:
-        code = code * (rank + 1) + split + 1
-    return code
-
-
-def layout_at(code: int, rank: int, axes: int) -> Layout:
-    """The layout with this number, on `axes` fine axes."""
-    return tuple(code // (rank + 1) ** (axes - 1 - axis) % (rank + 1) - 1 for axis in range(axes))
+def code_of(layouts: ArrayLike, rank: int) -> Any:
+    """The number of a layout of a tensor with `rank` axes, or (K,) those of (K, F) layouts."""
+    digits = np.asarray(layouts, np.int64) + 1
+    return digits @ (rank + 1) ** np.arange(digits.shape[-1] - 1, -1, -1)
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +106,7 @@ def _steps(
     factors: tuple[int, ...], rank: int
 ) -> list[tuple[str, tuple[int, ...], int, NDArray[np.int64], NDArray[np.int64]]]:
     """All single steps between layouts, those of one collective, group and number of parts together."""
-    arcs: dict[tuple[str, tuple[int, ...], int], list[tuple[int, int]]] = defaultdict(list)
+    arcs: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Layout]]] = defaultdict(list)
     for here, layout in enumerate(product(range(-1, rank), repeat=len(factors))):
         parts = prod(factor for factor, split in zip(factors, layout, strict=True) if split >= 0)
         for axis, other in product(range(-1, rank), repeat=2):
@@ -122,8 +116,9 @@ def _steps(
                 if other == axis or (other >= 0 and other in layout[moving[0] :]):
                     continue
                 step = ("slice", (), 1) if axis < 0 else ("all_to_all" if other >= 0 else "all_gather", moving, parts)
-                arcs[step].append((here, code_of(_moved(layout, moving, other), rank)))
-    return [(*step, *np.array(pairs, np.int64).T) for step, pairs in arcs.items()]
+                arcs[step].append((here, _moved(layout, moving, other)))
+    ends = {step: tuple(zip(*pairs, strict=True)) for step, pairs in arcs.items()}
+    return [(*step, np.array(before, np.int64), code_of(after, rank)) for step, (before, after) in ends.items()]
 
 
 def _moved(layout: Layout, moving: tuple[int, ...], axis: int) -> Layout:

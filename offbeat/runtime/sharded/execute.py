@@ -20,7 +20,7 @@ from offbeat.runtime.sharded.calls import finish, run_part
 from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, structured, tensor_nodes
 from offbeat.runtime.sharded.trace import Program
-from offbeat.sharding.layout import SUM, WHOLE, Layout
+from offbeat.sharding.layout import SUM, WHOLE
 from offbeat.sharding.rules import has_rule, is_random
 from offbeat.torch_private import pytree, storage_of
 
@@ -67,21 +67,18 @@ class Executor:
             if split.keep == "before" and have != need:
                 replaced[_identity(part)] = (values[node].detach(), shape, have, need)
             parts.append(part)
-        keeping = self._keeping_before(replaced) if replaced else nullcontext()
-        with keeping, self.random if is_random(split.call) else nullcontext():
+        # Autograd keeps the part that was held before an exchange, and backward exchanges it again.
+        keeping_before = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: replaced.get(_identity(tensor), tensor),
+            lambda kept: kept if isinstance(kept, Tensor) else self.grid.move(*kept),
+        )
+        with keeping_before if replaced else nullcontext(), self.random if is_random(split.call) else nullcontext():
             results = run_part(split, parts, self.grid)
         outputs = []
         for result, whole, have, need in zip(results, split.call.outputs, split.results, split.outputs, strict=True):
             gradient = tuple(WHOLE if axis == SUM else axis for axis in have)
             outputs.append(self.grid.shift(result, whole.shape, (have, need), (need, gradient)))
         return structured(split.node.meta["val"], finish(split, outputs))
-
-    def _keeping_before(self, replaced: Mapping[Any, tuple[Tensor, Sequence[int], Layout, Layout]]) -> Any:
-        """Autograd keeps the part that was held before an exchange, and backward exchanges it again."""
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: replaced.get(_identity(tensor), tensor),
-            lambda kept: kept if isinstance(kept, Tensor) else self.grid.move(*kept),
-        )
 
     def _whole(self, node: Node, local: Tensor) -> Tensor:
         have = self.splitting.layouts[node]

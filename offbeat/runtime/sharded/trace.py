@@ -97,7 +97,17 @@ def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[s
     # The tracer numbers the model's parameters and buffers.
     named = [*model.named_parameters(), *model.named_buffers()]
     state_names = {f"t{index}": name for index, (name, _) in enumerate(named)}
-    tensors, updates = _outputs(graph, state_names)
+    tensors, updates = [], []
+    output = graph.output_node()
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            # Not the copy that was made of what the model returns.
+            tensors.append(node.args[0])
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            changed = desc.mutated_input
+            if not isinstance(changed, descriptors.BufferAOTInput):
+                raise CaptureError(f"the model changes {changed.expr()} in forward, which only buffers may be")
+            updates.append((state_names[changed.target], node))
     wanted = {*tensors, *(node for _, node in updates)}
     for node in reversed(graph.nodes):
         if node in wanted:
@@ -128,24 +138,8 @@ def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[s
     return Program(*sources, operators, reads, results, seen["structure"], tuple(updates))
 
 
-def _outputs(graph: Graph, names: dict[str, str]) -> tuple[list[Node], list[tuple[str, Node]]]:
-    """What the model returns, less the copies made of it, and what becomes of its buffers."""
-    output = graph.output_node()
-    tensors, updates = [], []
-    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
-        if isinstance(desc, descriptors.PlainAOTOutput):
-            tensors.append(node.args[0])
-        elif isinstance(desc, descriptors.InputMutationAOTOutput):
-            changed = desc.mutated_input
-            if not isinstance(changed, descriptors.BufferAOTInput):
-                raise CaptureError(f"the model changes {changed.expr()} in forward, which only buffers may be")
-            updates.append((names[changed.target], node))
-    return tensors, updates
-
-
 def _constant(value: Any) -> Tensor:
-    if isinstance(value, FakeTensor):
-        value = value.constant
+    value = value.constant if isinstance(value, FakeTensor) else value
     if not isinstance(value, Tensor) or value.requires_grad:
         raise CaptureError("the model's forward reads a tensor that is no parameter, buffer or argument of it")
     return value

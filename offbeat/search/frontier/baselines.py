@@ -50,9 +50,7 @@ def data_parallel(prices: Prices) -> FrontierPoint:
 
 def optcnn(prices: Prices) -> FrontierPoint:
     """The fastest strategy."""
-    ops, edges = prices.tables(False, ("time", "time"))
-    found = track(ops, edges)
-    return _points(prices, found.choices, "optcnn")[-1]
+    return _points(prices, track(*prices.tables(False, ("time", "time"))).choices, "optcnn")[-1]
 
 
 def tofu(prices: Prices) -> FrontierPoint:
