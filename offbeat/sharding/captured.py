@@ -22,6 +22,7 @@ from offbeat.sharding.layout import WHOLE
 from offbeat.torch_private import schema_of
 
 Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,7 @@ def captured_axes(operator: Operator, graph: ModelGraph, weights: frozenset[str]
 
 
 @lru_cache(maxsize=4096)
-def _axes(
-    name: str,
-    inputs: tuple[Shape, ...],
-    variables: tuple[Shape, ...],
-    data: tuple[Shape, ...],
-    outputs: tuple[Shape, ...],
-) -> Captured:
+def _axes(name: str, inputs: Shapes, variables: Shapes, data: Shapes, outputs: Shapes) -> Captured:
     target = _target(name)
     if target is None or not outputs:
         return Captured()
@@ -113,6 +108,7 @@ def _tensor(shape: Shape) -> Tensor:
 Slot = tuple[Shape, int | None]
 """A tensor argument: its shape, and its place among inputs, variables and data; None if it is none of these."""
 Arguments = dict[str, Any]
+Reading = tuple[list[Slot], Arguments]
 
 _TENSORS = {
     **dict.fromkeys(("mm", "bmm", "mv", "embedding", "gather"), (2, 2)),
@@ -125,9 +121,7 @@ _TENSORS = {
 """For operators whose tensors play different parts: how many they need, and how many they may have."""
 
 
-def _readings(
-    target: Any, inputs: Sequence[Shape], variables: Sequence[Shape], data: Sequence[Shape], outputs: Sequence[Shape]
-) -> Iterator[tuple[list[Slot], Arguments]]:
+def _readings(target: Any, inputs: Shapes, variables: Shapes, data: Shapes, outputs: Shapes) -> Iterator[Reading]:
     """All calls that fit the shapes: their tensors and their other arguments."""
     name = schema_of(target).name.removeprefix("aten::")
     given: list[Slot] = [(shape, place) for place, shape in enumerate((*inputs, *variables))]

@@ -25,6 +25,7 @@ from offbeat.cost.tables import Collectives, interpolate
 from offbeat.sharding.layout import Layout, groups_of, prime_factors
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 SLICE_SECONDS = 1e-9
 """So that of equally fast ways the one with fewest steps is taken; a slice sends nothing."""
@@ -102,9 +103,7 @@ def code_of(layouts: ArrayLike, rank: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _steps(
-    factors: tuple[int, ...], rank: int
-) -> list[tuple[str, tuple[int, ...], int, NDArray[np.int64], NDArray[np.int64]]]:
+def _steps(factors: tuple[int, ...], rank: int) -> list[tuple[str, tuple[int, ...], int, Ints, Ints]]:
     """All single steps between layouts, those of one collective, group and number of parts together."""
     arcs: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Layout]]] = defaultdict(list)
     for here, layout in enumerate(product(range(-1, rank), repeat=len(factors))):

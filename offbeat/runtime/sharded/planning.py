@@ -74,10 +74,9 @@ def variable_layouts(
     A view's configuration counts only where no other operator has one. `ranks` is the number of axes of each variable.
     """
     chosen: dict[str, Layout] = {}
-    configured = [(operators[name], config) for name, config in strategy.operators.items() if name in operators]
-    place = {name: index for index, name in enumerate(operators)}
-    configured.sort(key=lambda item: (item[0].kind == "view", place[item[0].name]))
-    for operator, config in configured:
+    configured = [operator for name, operator in operators.items() if name in strategy.operators]
+    for operator in sorted(configured, key=lambda operator: operator.kind == "view"):
+        config = strategy.operators[operator.name]
         for name, tensor_map in zip(_names(operator, config), config.inputs, strict=False):
             if name in ranks and name in operator.variables and name not in chosen:
                 chosen[name] = _layout(operator, name, tensor_map, ranks[name], config, fine)
@@ -179,10 +178,8 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
     inputs = (tuple(WHOLE if at is None else max(at, WHOLE) for at in layout) for layout in given)
     # What every part is given whole has a gradient to which each contributes a term.
     gradients = (tuple(WHOLE if at is None else SUM if at < 0 else at for at in layout) for layout in given)
-    results = tuple(
-        tuple(WHOLE if axis is None else axis.outputs[position] for axis in split_by)
-        for position in range(len(call.outputs))
-    )
+    whole = (WHOLE,) * len(call.outputs)
+    results = tuple(zip(*(axis.outputs if axis else whole for axis in split_by), strict=True))
     outputs = (
         asked if asked is not None else tuple(max(axis, WHOLE) for axis in result)
         for asked, result in zip(wanted.outputs, results, strict=True)

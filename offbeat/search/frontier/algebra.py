@@ -108,12 +108,9 @@ class Combiner:
         first, second = (a.start, a.memory, a.time), (b.start, b.memory, b.time)
         part_of = partial(_combine_cells, first, second, a_cells, b_cells, steps, cap)
         work = cells * pattern.terms * (len(a.memory) / a.cells) * (len(b.memory) / b.cells)
-        parts = min(self.threads, cells, int(work // _WORK_PER_THREAD)) if self.pool is not None else 1
-        if self.pool is None or parts < 2:
-            pieces = [part_of(0, cells)]
-        else:
-            bounds = sorted({cells * part // (4 * parts) for part in range(4 * parts + 1)})
-            pieces = list(self.pool.map(part_of, bounds[:-1], bounds[1:]))
+        parts = min(self.threads, cells, int(work // _WORK_PER_THREAD))
+        bounds = sorted({cells * part // (4 * parts) for part in range(4 * parts + 1)}) if parts > 1 else [0, cells]
+        pieces = list((self.pool.map if self.pool and parts > 1 else map)(part_of, bounds[:-1], bounds[1:]))
         counts, points = (np.concatenate([piece[part] for piece in pieces]) for part in range(2))
         start = np.concatenate(([0], np.cumsum(counts)))
         return Table(start, *(np.ascontiguousarray(points[name]) for name in _POINT.names or ()))

@@ -45,18 +45,14 @@ def configurations(unit: Unit, factors: Sequence[int], levels: Sequence[int], mo
     are linked alike; then those come first that use fewer mesh axes and repeat less work."""
     head = unit.members[unit.head].rule
     results = {label for labels in head.outputs[:1] for label in labels if label >= 0}
-
-    def completed(before: tuple[int, ...], label: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """With `label` in the place of what is summed over."""
-        return before, tuple(label if symbol in unit.sums else symbol for symbol in before)
-
-    rows = []
+    rows: list[tuple[Map, Map]] = []
     for before in _assignments(unit.sizes, tuple(factors)):
-        rows.append(completed(before, NONE))
+        # What takes the place of a label that is summed over.
+        completing = [NONE]
         if len(unit.sums.intersection(before)) == 1:
             parts = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol in unit.sums)
-            free = sorted(results.difference(before))
-            rows += [completed(before, label) for label in free if unit.sizes[label] % parts == 0]
+            completing += [new for new in sorted(results.difference(before)) if unit.sizes[new] % parts == 0]
+        rows += [(before, tuple(new if symbol in unit.sums else symbol for symbol in before)) for new in completing]
     if len(rows) > most:
         # The head's labels as its result has them, then those it sums over, then none.
         axes = [label for labels in (*head.outputs[:1], *head.inputs, *head.variables) for label in labels]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator
-from offbeat.search.frontier.algebra import Floats
+from offbeat.search.frontier.algebra import Floats, Ints
 from offbeat.search.frontier.configs import Configurations, configurations
 from offbeat.search.frontier.units import Flow, Map, Unit, Units
 from offbeat.sharding.layout import WHOLE
@@ -51,7 +51,7 @@ class FlowCosts:
     count: int
     single: bool
 
-    def options(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def options(self, source: Ints, target: Ints) -> tuple[Floats, Floats]:
         """(3, N) bytes beyond the source's own copy, and seconds, of keeping before, after or both."""
         before, after = self.held[0][source], self.held[1][target]
         forth, back = (table[source, target] for table in self.again)
@@ -69,7 +69,7 @@ class FlowCosts:
         return columns(memory[chosen], 0.0, total, objectives).reshape(*self.seconds.shape, 2)
 
 
-def preferred(memory: Floats, seconds: Floats, small: bool) -> NDArray[np.int64]:
+def preferred(memory: Floats, seconds: Floats, small: bool) -> Ints:
     """Which of the options needs least memory and then time (`small`), or least time and then memory."""
     rounded = np.where(seconds <= _FREE_SECONDS, 0.0, seconds)
     keys = (rounded, memory) if small else (memory, rounded)
@@ -122,7 +122,7 @@ class Prices:
         self._variables(index, unit, configs, costs)
         return costs
 
-    def share(self, symbols: NDArray[np.int64], labels: Collection[int]) -> Floats:
+    def share(self, symbols: Ints, labels: Collection[int]) -> Floats:
         """(K,) the part of something with these labels that one device has."""
         split = np.isin(symbols, [label for label in labels if label >= 0])
         return np.prod(np.where(split, 1.0 / self._radix, 1.0), axis=1)
@@ -138,7 +138,7 @@ class Prices:
             for shape, labels in member.rule.data:
                 costs[:, 2] += self._loading(shape, labels, configs.symbols(unit, number)) * len(member.names)
 
-    def _loading(self, shape: tuple[int, ...], labels: Map, symbols: NDArray[np.int64]) -> Floats:
+    def _loading(self, shape: tuple[int, ...], labels: Map, symbols: Ints) -> Floats:
         """The batch is loaded by data parallelism and then re-scheduled to the split that is asked for."""
         spec = next(tensor for tensor in self.graph.inputs if tensor.shape == shape)
         loaded = 0 if shape and shape[0] % self.mesh.devices == 0 else WHOLE
@@ -186,9 +186,7 @@ class Prices:
         for k, messages in enumerate(together):
             costs[k, 2] += sum(self.mesh.seconds("all_reduce", axes, size) for axes, size in messages.items())
 
-    def _layouts(
-        self, symbols: NDArray[np.int64], labels: Map, involved: frozenset[int] = frozenset()
-    ) -> NDArray[np.int64]:
+    def _layouts(self, symbols: Ints, labels: Map, involved: frozenset[int] = frozenset()) -> Ints:
         """(K, 2F) the tensor axis that each fine axis splits, then whether the gradient is partial over it."""
         axis_of = np.full(max(symbols.max(initial=0), *labels, 0) + 2, WHOLE)
         for axis, label in enumerate(labels):
@@ -213,14 +211,7 @@ class Prices:
             self._known[key] = self._moved(flow, len(axes), before, after, held)
         return self._known[key]
 
-    def _moved(
-        self,
-        flow: Flow,
-        rank: int,
-        before: NDArray[np.int64],
-        after: NDArray[np.int64],
-        held: tuple[Floats, Floats],
-    ) -> FlowCosts:
+    def _moved(self, flow: Flow, rank: int, before: Ints, after: Ints, held: tuple[Floats, Floats]) -> FlowCosts:
         fine = len(self.mesh.factors)
         paths = self.mesh.paths(rank, flow.bytes)
         out, into = (code_of(layouts[:, :fine], rank) for layouts in (before, after))
@@ -255,7 +246,7 @@ def _involved(unit: Unit, number: int) -> frozenset[int]:
     return frozenset().union(*(other.labels for other in unit.members))
 
 
-def _axes_with(symbols: NDArray[np.int64], labels: Collection[int]) -> list[tuple[int, ...]]:
+def _axes_with(symbols: Ints, labels: Collection[int]) -> list[tuple[int, ...]]:
     """For each configuration the fine axes that split one of these labels."""
     return [tuple(np.flatnonzero(row).tolist()) for row in np.isin(symbols, list(labels))]
 

@@ -17,7 +17,7 @@ once.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -43,9 +43,8 @@ class Factor:
     right: "Factor | None" = None
     over: int = NONE
     """The node whose configuration a point decides, by the cell of its left point."""
-    step: int = 1
-    size: int = 1
-    """The configuration is cell // step % size."""
+    pattern: Pattern = field(default_factory=lambda: Pattern((), (), ()))
+    """How it was combined."""
 
 
 class Elimination:
@@ -94,7 +93,7 @@ class Elimination:
                 pending += [(factor.left, left), (factor.right, right)]
                 if factor.over >= 0:
                     cells = np.searchsorted(factor.left.table.start, left, side="right") - 1
-                    chosen[factor.over] = cells // factor.step % factor.size
+                    chosen[factor.over] = cells // factor.pattern.a_step % factor.pattern.terms
         for node, absorbed, size in reversed(self.merged):
             chosen[absorbed] = chosen[node] % size
             chosen[node] = chosen[node] // size
@@ -170,18 +169,16 @@ class Elimination:
         del self.adjacent[absorbed][node]
         own = self._combine(self.op[node], self.op[absorbed], (node, absorbed))
         own = self._product(own, between)
-        edges: dict[int, Factor] = {}
         for other in sorted(self.adjacent[node].keys() | self.adjacent[absorbed].keys()):
             joined = [self.adjacent[end][other] for end in (node, absorbed) if other in self.adjacent[end]]
             nodes = (node, absorbed, other) if node < other else (other, node, absorbed)
             edge = self._combine(joined[0], joined[1] if len(joined) > 1 else Factor(UNIT), nodes)
-            edges[other] = replace(edge, nodes=(min(node, other), max(node, other)))
+            edge = replace(edge, nodes=(min(node, other), max(node, other)))
+            self.adjacent[node][other] = self.adjacent[other][node] = edge
         self._forget(absorbed)
         self.op[node] = replace(own, nodes=(node,))
         self.merged.append((node, absorbed, self.size[absorbed]))
         self.size[node] *= self.size[absorbed]
-        for other, edge in edges.items():
-            self.adjacent[node][other] = self.adjacent[other][node] = edge
 
     def _fix(self, node: int) -> None:
         """Decides a node's configuration; its own cost goes to one neighbour, each edge's to the neighbour it joins."""
@@ -222,7 +219,6 @@ class Elimination:
     ) -> Factor:
         """The product for each configuration of `nodes`: the union over the configurations of node `over`, with some
         nodes of `right` in a `fixed` one. After its `last_use` only the pointers of `left` are kept."""
-        first = sum(chosen * self._stride(right, node) for node, chosen in (fixed or {}).items())
         pattern = Pattern(
             tuple(self.size[node] for node in nodes),
             tuple(self._stride(left, node) for node in nodes),
@@ -230,12 +226,12 @@ class Elimination:
             terms=self.size[over],
             a_step=self._stride(left, over),
             b_step=self._stride(right, over),
-            b_first=first,
+            b_first=sum(chosen * self._stride(right, node) for node, chosen in (fixed or {}).items()),
         )
         table = self.combine(left.table, right.table, pattern, remember=not last_use)
         if last_use:
             left = replace(left, table=left.table.pointers())
-        return Factor(table, nodes, left, right, over, pattern.a_step, pattern.terms)
+        return Factor(table, nodes, left, right, over, pattern)
 
     def _stride(self, factor: Factor, node: int) -> int:
         """Cells between neighbouring configurations of a node in a table; 0 if it does not depend on the node."""
