@@ -27,10 +27,9 @@ def run_part(split: Split, locals_: Sequence[Tensor], grid: Grid) -> tuple[Tenso
     elif rule in (rules.class_loss, rules.element_loss) and sums:
         # Sums of losses and of weights, which are divided where a mean is asked for: `finish` does it for classes.
         changed["reduction"] = _SUM
-    if rule is rules.reshaping:
-        return (inputs[0].reshape(_local_shape(split, grid)),)
-    if call.name == "expand":
-        return (inputs[0].expand(_local_shape(split, grid)),)
+    if rule is rules.reshaping or call.name == "expand":
+        sizes = grid.box(call.outputs[0].shape, split.results[0]).sizes
+        return (inputs[0].expand(sizes) if call.name == "expand" else inputs[0].reshape(sizes),)
     if call.name == "embedding" and sums:
         return (_embedding(split, inputs, grid),)
     results = tensors_of(_call(call, inputs, **changed))
@@ -68,10 +67,6 @@ def added_once(split: Split, position: int, local: Tensor, grid: Grid) -> Tensor
     # Every rank builds the same autograd graph, so that all of them communicate in the same order in backward.
     mine = torch.tensor(not any(once), device=local.device)
     return torch.where(mine, local, torch.zeros((), dtype=local.dtype, device=local.device))
-
-
-def _local_shape(split: Split, grid: Grid) -> tuple[int, ...]:
-    return grid.box(split.call.outputs[0].shape, split.results[0]).sizes
 
 
 def _embedding(split: Split, inputs: Sequence[Tensor], grid: Grid) -> Tensor:

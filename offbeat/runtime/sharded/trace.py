@@ -134,8 +134,7 @@ def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[s
     results = tuple(next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in seen["leaves"])
     running = {node.name for node in nodes}
     operators = {op.name: op for op in walk.operators() if op.name in running}
-    sources = tuple(nodes), state, batch, constants
-    return Program(*sources, operators, reads, results, seen["structure"], tuple(updates))
+    return Program(tuple(nodes), state, batch, constants, operators, reads, results, seen["structure"], tuple(updates))
 
 
 def _constant(value: Any) -> Tensor:
