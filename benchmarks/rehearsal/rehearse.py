@@ -105,7 +105,7 @@ def rehearse(program: Program, model: nn.Module, strategy: Strategy, world: int,
     ranks = {name: parameter.dim() for name, parameter in trained.items()}
     layouts = variable_layouts(program.operators, strategy, grid.fine, ranks)
     splitting = plan_splits(program, strategy, grid.fine, layouts, strict=True)
-    bare = replace(program, sources={node: _on_meta(source) for node, source in program.sources.items()})
+    bare = replace(program, constants={node: value.to("meta") for node, value in program.constants.items()})
     executor = Executor(bare, splitting, grid, nullcontext())
     held = _constants(model, trained)
     batch = _batch(program)
@@ -131,10 +131,6 @@ def rehearse(program: Program, model: nn.Module, strategy: Strategy, world: int,
     )
 
 
-def _on_meta(source: Any) -> Any:
-    return source if source.value is None else replace(source, value=source.value.to("meta"))
-
-
 def _constants(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in named if name not in trained}
@@ -142,7 +138,7 @@ def _constants(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Ten
 
 def _batch(program: Program) -> list[Tensor]:
     """Stand-ins for the tensors of the batch that the program reads, by position."""
-    read = {source.position: node for node, source in program.sources.items() if source.kind == "batch"}
+    read = {position: node for node, position in program.batch.items()}
     size = max(read, default=-1) + 1
     return [
         # Not like the traced tensor, which is a fake one: its mode would take over.

@@ -52,14 +52,10 @@ class Call:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The value of the argument that the operator's schema calls `name`."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for position, argument in enumerate(schema_of(self.target).arguments):
-            if argument.name == name:
-                if position < len(self.args):
-                    return self.args[position]
-                return argument.default_value if argument.has_default_value() else default
-        return default
+        arguments = schema_of(self.target).arguments
+        values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        values |= zip((argument.name for argument in arguments), self.args, strict=False)
+        return (values | self.kwargs).get(name, default)
 
 
 Rule = Callable[[Call], list[Axis]]

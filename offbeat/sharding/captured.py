@@ -22,6 +22,7 @@ from offbeat.sharding.layout import WHOLE
 from offbeat.torch_private import schema_of
 
 Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,8 @@ class Captured:
 
 def captured_axes(operator: Operator, graph: ModelGraph, weights: frozenset[str] = frozenset()) -> Captured:
     """The axes of a forward operator; `weights` are the operators that only view or copy variables."""
-    through = {
-        name: position
-        for position, source in enumerate(operator.inputs)
-        if source in weights
-        for name in graph.operator(source).variables
-    }
+    views = [graph.operator(name) if name in weights else None for name in operator.inputs]
+    through = {name: place for place, view in enumerate(views) if view for name in view.variables}
     direct = [name for name in operator.variables if name not in through]
     found = _axes(
         operator.target,
@@ -52,60 +49,46 @@ def captured_axes(operator: Operator, graph: ModelGraph, weights: frozenset[str]
         tuple(tensor.shape for tensor in graph.inputs),
         tuple(tensor.shape for tensor in operator.outputs),
     )
-    if not through:
-        return found
-    behind = {name: captured_axes(graph.operator(operator.inputs[at]), graph, weights) for name, at in through.items()}
+    first, last = len(operator.inputs), len(operator.inputs) + len(direct)
+
+    def split_of(name: str, axis: Axis) -> int:
+        """The axis of a variable that is split, as the operator or the view through which it reads it has it."""
+        if name in direct:
+            return axis.inputs[first + direct.index(name)]
+        view = graph.operator(operator.inputs[through[name]])
+        place, split = len(view.inputs) + view.variables.index(name), axis.inputs[through[name]]
+        behind = captured_axes(view, graph, weights).axes
+        return next((own.inputs[place] for own in behind if own.outputs[0] == split >= 0), WHOLE)
 
     def spread(axis: Axis) -> Axis:
-        first = len(operator.inputs)
-        variables = []
-        for name in operator.variables:
-            if name in direct:
-                variables.append(axis.inputs[first + direct.index(name)])
-            else:
-                view = graph.operator(operator.inputs[through[name]])
-                place = len(view.inputs) + view.variables.index(name)
-                own = (a.inputs[place] for a in behind[name].axes if a.outputs[0] == axis.inputs[through[name]] >= 0)
-                variables.append(next(own, WHOLE))
-        return replace(axis, inputs=(*axis.inputs[:first], *variables, *axis.inputs[first + len(direct) :]))
+        variables = (split_of(name, axis) for name in operator.variables)
+        return replace(axis, inputs=(*axis.inputs[:first], *variables, *axis.inputs[last:]))
 
-    return replace(found, axes=tuple(map(spread, found.axes)))
+    return replace(found, axes=tuple(map(spread, found.axes))) if through else found
 
 
 @lru_cache(maxsize=4096)
-def _axes(
-    name: str,
-    inputs: tuple[Shape, ...],
-    variables: tuple[Shape, ...],
-    data: tuple[Shape, ...],
-    outputs: tuple[Shape, ...],
-) -> Captured:
+def _axes(name: str, inputs: Shapes, variables: Shapes, data: Shapes, outputs: Shapes) -> Captured:
     target = _target(name)
     if target is None or not outputs:
         return Captured()
     made = tuple(_tensor(shape) for shape in outputs)
-    common: dict[Axis, None] | None = None
+    first = len(inputs) + len(variables)
+    found: list[dict[Axis, None]] = []
     read: set[int] = set()
     known = False
     for slots, arguments in _readings(target, inputs, variables, data, outputs):
         call = Call(target, (), arguments, tuple(_tensor(shape) for shape, _ in slots), made)
-        known = known or rules.has_rule(call)
-        places = [place for _, place in slots]
-        read.update(place for place in places if place is not None and place >= len(inputs) + len(variables))
-        total = len(inputs) + len(variables) + len(data)
-        found = dict.fromkeys(_placed(axis, places, total) for axis in rules.all_axes(call))
-        common = found if common is None else {axis: None for axis in common if axis in found}
-    first = len(inputs) + len(variables)
-    return Captured(tuple(common or ()), frozenset(place - first for place in read), known)
-
-
-def _placed(axis: Axis, places: Sequence[int | None], total: int) -> Axis:
-    """The axis with its inputs at other places; what it adds once is whole."""
-    inputs = [WHOLE] * total
-    for split, place in zip(axis.inputs, places, strict=True):
-        if place is not None:
-            inputs[place] = max(split, WHOLE)
-    return replace(axis, inputs=tuple(inputs))
+        known = rules.has_rule(call)
+        placed: dict[Axis, None] = {}
+        for axis in rules.all_axes(call):
+            # What an axis adds once is whole.
+            splits = {place: max(split, WHOLE) for (_, place), split in zip(slots, axis.inputs, strict=True)}
+            placed[replace(axis, inputs=tuple(splits.get(at, WHOLE) for at in range(first + len(data))))] = None
+        found.append(placed)
+        read.update(place - first for _, place in slots if place is not None and place >= first)
+    common = (axis for axis in found[0] if all(axis in others for others in found)) if found else ()
+    return Captured(tuple(common), frozenset(read), known)
 
 
 @cache
@@ -125,6 +108,7 @@ def _tensor(shape: Shape) -> Tensor:
 Slot = tuple[Shape, int | None]
 """A tensor argument: its shape, and its place among inputs, variables and data; None if it is none of these."""
 Arguments = dict[str, Any]
+Reading = tuple[list[Slot], Arguments]
 
 _TENSORS = {
     **dict.fromkeys(("mm", "bmm", "mv", "embedding", "gather"), (2, 2)),
@@ -137,9 +121,7 @@ _TENSORS = {
 """For operators whose tensors play different parts: how many they need, and how many they may have."""
 
 
-def _readings(
-    target: Any, inputs: Sequence[Shape], variables: Sequence[Shape], data: Sequence[Shape], outputs: Sequence[Shape]
-) -> Iterator[tuple[list[Slot], Arguments]]:
+def _readings(target: Any, inputs: Shapes, variables: Shapes, data: Shapes, outputs: Shapes) -> Iterator[Reading]:
     """All calls that fit the shapes: their tensors and their other arguments."""
     name = schema_of(target).name.removeprefix("aten::")
     given: list[Slot] = [(shape, place) for place, shape in enumerate((*inputs, *variables))]
@@ -152,7 +134,11 @@ def _readings(
             yield given, arguments
         return
     needed, most = _TENSORS[name]
-    for filled in _arrangements(given, len(inputs), most):
+    for places in permutations(range(most), len(given)):
+        # Inputs keep their order, and so do variables.
+        if list(places) != sorted(places[: len(inputs)]) + sorted(places[len(inputs) :]):
+            continue
+        filled = [dict(zip(places, given, strict=True)).get(place) for place in range(most)]
         shapes = _operand_shapes(name, [slot and slot[0] for slot in filled], outputs[0], data)
         if shapes is None or any(slot and slot[0] != shape for slot, shape in zip(filled, shapes, strict=True)):
             continue
@@ -162,17 +148,6 @@ def _readings(
         yield slots, _operand_arguments(name, shapes, outputs[0])
         if name == "convolution":
             return  # A result is its data rather than its kernel, and arrangements begin with that.
-
-
-def _arrangements(given: list[Slot], inputs: int, count: int) -> Iterator[list[Slot | None]]:
-    """All ways to place the inputs and the variables, each in their order, among the tensor arguments."""
-    for first in combinations(range(count), inputs):
-        rest = [place for place in range(count) if place not in first]
-        for second in combinations(rest, len(given) - inputs):
-            filled: list[Slot | None] = [None] * count
-            for place, slot in zip((*first, *second), given, strict=True):
-                filled[place] = slot
-            yield filled
 
 
 def _operand_shapes(name: str, filled: Sequence[Shape | None], out: Shape, data: Sequence[Shape]) -> list[Shape] | None:
@@ -224,8 +199,9 @@ def _arguments(name: str, given: list[Shape], outputs: Sequence[Shape]) -> list[
         case "flip" | "cumsum" | "cumprod" | "sort" | "index_select":
             pass
         case "transpose":
-            pairs = combinations_with_replacement(range(len(source)), 2)
-            found = [{"dim0": i, "dim1": j} for i, j in pairs if _swapped(source, i, j) == out]
+            for i, j in combinations_with_replacement(range(len(source)), 2):
+                if (source[i], source[j], _without(source, i, j)) == (out[j], out[i], _without(out, i, j)):
+                    found.append({"dim0": i, "dim1": j})
         case "permute":
             orders = permutations(range(len(source))) if len(source) <= 6 else ()
             found = [{"dims": order} for order in orders if tuple(source[axis] for axis in order) == out]
@@ -274,12 +250,6 @@ def _changed(source: Shape, out: Shape) -> list[int]:
 
 def _without(shape: Shape, *axes: int) -> Shape:
     return tuple(length for axis, length in enumerate(shape) if axis not in axes)
-
-
-def _swapped(shape: Shape, first: int, second: int) -> Shape:
-    changed = list(shape)
-    changed[first], changed[second] = changed[second], changed[first]
-    return tuple(changed)
 
 
 def _broadcasts(shape: Shape, out: Shape) -> bool:

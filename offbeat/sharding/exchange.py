@@ -6,12 +6,11 @@ lacks from those, so every element has one source, and an all-gather, an all-to-
 mesh axes is one message per pair of ranks: the shortest path of collectives with its steps fused.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from offbeat.sharding.layout import WHOLE, Box, Layout, box_of, coordinate
+from offbeat.sharding.layout import WHOLE, Box, Layout, box_of, groups_of
 
 Slices = tuple[slice, ...]
 
@@ -36,36 +35,22 @@ def plan_exchange(shape: tuple[int, ...], have: Layout, need: Layout, fine: tupl
     world = range(prod(fine))
     before = [box_of(shape, have, fine, each) for each in world]
     after = [box_of(shape, need, fine, each) for each in world]
-    groups = [_group(have, fine, each) for each in world]
-    mine = groups[rank]
-    sends = [_within(before[rank], before[rank], after[other]) if groups[other] == mine else None for other in world]
-    receives = [_within(after[rank], before[other], after[rank]) if groups[other] == mine else None for other in world]
-    local = all(
-        before[each].starts[axis] <= after[each].starts[axis]
-        and after[each].starts[axis] + after[each].sizes[axis] <= before[each].starts[axis] + before[each].sizes[axis]
-        for each in world
-        for axis in range(len(shape))
-        if all(after[each].sizes)
-    )
+    splitting = [axis for axis, split in enumerate(have) if split != WHOLE]
+    group = next(group for group in groups_of(splitting, fine) if rank in group)
+    sends = [_shared(before[rank], after[other]) if other in group else None for other in world]
+    receives = [_shared(after[rank], before[other]) if other in group else None for other in world]
+    local = all(count_elements(_shared(after[each], before[each])) == prod(after[each].sizes) for each in world)
     return Exchange(after[rank].sizes, tuple(sends), tuple(receives), local)
 
 
-def _group(layout: Layout, fine: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Where a rank stands along the mesh axes that do not split the tensor."""
-    place = coordinate(rank, fine)
-    return tuple(index for axis, index in zip(layout, place, strict=True) if axis == WHOLE)
-
-
-def _within(frame: Box, one: Box, other: Box) -> Slices | None:
-    """The region two boxes share, counted from the start of `frame`; None if they share nothing."""
+def _shared(box: Box, other: Box) -> Slices | None:
+    """The region of `box` that `other` has too, counted from the start of `box`; None if they share nothing."""
     region = []
-    for origin, start, size, other_start, other_size in zip(
-        frame.starts, one.starts, one.sizes, other.starts, other.sizes, strict=True
-    ):
-        first, last = max(start, other_start), min(start + size, other_start + other_size)
+    for start, mine, theirs in zip(box.starts, box.slices, other.slices, strict=True):
+        first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
         if first >= last:
             return None
-        region.append(slice(first - origin, last - origin))
+        region.append(slice(first - start, last - start))
     return tuple(region)
 
 

@@ -1,25 +1,23 @@
 """A device mesh and a cluster → seconds to bring a tensor from one split to another, by the cheapest collectives.
 
-Every split is written on the finest mesh, whose axes are the prime factors of the number of devices in row-major order:
-mesh [4] is both axes of [2, 2]. A layout gives for each fine axis the tensor axis it splits, or none. A tensor axis
-that several fine axes split is cut by the first of them first.
-
-TensorOpt (section 4.2) finds the collectives by a shortest path: nodes are layouts, arcs are single steps. The steps
-here are a slice (free), an all-gather and an all-to-all over any of the innermost fine axes of a tensor axis
-(`_steps`); gradients that are partial sums are first completed by an all-reduce or a reduce-scatter (`completed`).
+TensorOpt (section 4.2) finds the collectives by a shortest path: nodes are layouts on the finest mesh (`layout`), arcs
+are single steps. The steps here are a slice (free), an all-gather and an all-to-all over any of the innermost fine axes
+of a tensor axis (`_steps`); gradients that are partial sums are first completed by an all-reduce or a reduce-scatter
+(`completed`).
 
 A collective runs in all groups of the mesh at once, so groups that cross the same network interface share it
 (`FineMesh.seconds`); a table measured for just these groups is used where the cluster has one.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.compiled import compiled
@@ -27,6 +25,7 @@ from offbeat.cost.tables import Collectives, interpolate
 from offbeat.sharding.layout import Layout, groups_of, prime_factors
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 SLICE_SECONDS = 1e-9
 """So that of equally fast ways the one with fewest steps is taken; a slice sends nothing."""
@@ -40,9 +39,9 @@ class FineMesh:
         self.devices = cluster.world_size
         self.factors = prime_factors(self.devices) if self.devices > 1 else ()
         self._collectives = Collectives(cluster)
-        self._together = cache(self._together_seconds)
+        self.seconds = cache(self._seconds)
         self._contention = cache(self._busiest_interface)
-        self.paths = cache(self._all_paths)
+        self.paths = cache(self._paths)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
@@ -55,11 +54,10 @@ class FineMesh:
     def parts(self, axes: Sequence[int]) -> int:
         return prod(self.factors[axis] for axis in axes)
 
-    def seconds(self, kind: str, axes: tuple[int, ...], size: float) -> float:
+    def _seconds(self, kind: str, axes: tuple[int, ...], size: float) -> float:
         """Time of a collective over these fine axes, in all groups at once; `size` is what each rank puts in."""
-        return self._together(kind, axes, size) if axes and size > 0 else 0.0
-
-    def _together_seconds(self, kind: str, axes: tuple[int, ...], size: float) -> float:
+        if not axes or size <= 0:
+            return 0.0
         groups = groups_of(axes, self.factors)
         table = self.cluster.table(kind, groups) if self.cluster.tables else None  # type: ignore[arg-type]
         if table is not None:
@@ -68,16 +66,15 @@ class FineMesh:
 
     def _busiest_interface(self, axes: tuple[int, ...]) -> float:
         """How much slower the busiest interface makes all groups at once than one group alone."""
-        rings = [self._leaving(group) for group in groups_of(axes, self.factors)]
-        total: Counter[int] = sum(rings, Counter())
-        return max((total[node] / max(ring[node] for ring in rings) for node in total), default=1.0)
+        leaving: list[Counter[int]] = []
+        for group in groups_of(axes, self.factors):
+            nodes = [self.cluster.node_of(rank) for rank in group]
+            hops = zip(nodes, nodes[1:] + nodes[:1], strict=True)
+            leaving.append(Counter(here for here, there in hops if here != there))
+        total = sum(leaving, Counter[int]())
+        return max((total[node] / max(ring[node] for ring in leaving) for node in total), default=1.0)
 
-    def _leaving(self, group: tuple[int, ...]) -> Counter[int]:
-        """Hops of a ring that leave each node."""
-        nodes = [self.cluster.node_of(rank) for rank in group]
-        return Counter(here for here, there in zip(nodes, nodes[1:] + nodes[:1], strict=True) if here != there)
-
-    def _all_paths(self, rank: int, size: int) -> Floats:
+    def _paths(self, rank: int, size: int) -> Floats:
         """(L, L) seconds from each layout of a tensor of `size` bytes with `rank` axes to each other."""
         costs = np.where(np.eye((rank + 1) ** len(self.factors)), 0.0, np.inf)
         for kind, axes, parts, here, there in _steps(self.factors, rank):
@@ -93,49 +90,34 @@ class FineMesh:
         held = size / self.parts([axis for axis, split in enumerate(layout) if split >= 0])
         best = self.seconds("all_reduce", partial, held) + paths[code_of(layout, rank)]
         for axis in range(rank):
-            if max((f for f, split in enumerate(layout) if split == axis), default=-1) < partial[0]:
-                scattered = tuple(axis if f in partial else split for f, split in enumerate(layout))
-                seconds = self.seconds("reduce_scatter", partial, held)
-                best = np.minimum(best, seconds + paths[code_of(scattered, rank)])
+            if axis not in layout[partial[0] :]:
+                scattered = code_of(_moved(layout, partial, axis), rank)
+                best = np.minimum(best, self.seconds("reduce_scatter", partial, held) + paths[scattered])
         return best
 
 
-def code_of(layout: Layout, rank: int) -> int:
-    """The number of a layout of a tensor with `rank` axes."""
-    code = 0
-    for split in layout:
-        code = code * (rank + 1) + split + 1
-    return code
-
-
-def layout_at(code: int, rank: int, axes: int) -> Layout:
-    """The layout with this number, on `axes` fine axes."""
-    return tuple(code // (rank + 1) ** (axes - 1 - axis) % (rank + 1) - 1 for axis in range(axes))
+def code_of(layouts: ArrayLike, rank: int) -> Any:
+    """The number of a layout of a tensor with `rank` axes, or (K,) those of (K, F) layouts."""
+    digits = np.asarray(layouts, np.int64) + 1
+    return digits @ (rank + 1) ** np.arange(digits.shape[-1] - 1, -1, -1)
 
 
 @lru_cache(maxsize=64)
-def _steps(
-    factors: tuple[int, ...], rank: int
-) -> list[tuple[str, tuple[int, ...], int, NDArray[np.int64], NDArray[np.int64]]]:
+def _steps(factors: tuple[int, ...], rank: int) -> list[tuple[str, tuple[int, ...], int, Ints, Ints]]:
     """All single steps between layouts, those of one collective, group and number of parts together."""
-    arcs: dict[tuple[str, tuple[int, ...], int], list[tuple[int, int]]] = {}
-    for layout in product(range(-1, rank), repeat=len(factors)):
-        here = code_of(layout, rank)
+    arcs: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Layout]]] = defaultdict(list)
+    for here, layout in enumerate(product(range(-1, rank), repeat=len(factors))):
         parts = prod(factor for factor, split in zip(factors, layout, strict=True) if split >= 0)
-        splits = {axis: [f for f, split in enumerate(layout) if split == axis] for axis in range(-1, rank)}
-        for axis in range(rank):
-            for free in splits[-1]:
-                if free > max(splits[axis], default=-1):
-                    arcs.setdefault(("slice", (), 1), []).append((here, code_of(_moved(layout, (free,), axis), rank)))
-            for count in range(1, len(splits[axis]) + 1):
-                moving = tuple(splits[axis][-count:])
-                gathered = code_of(_moved(layout, moving, -1), rank)
-                arcs.setdefault(("all_gather", moving, parts), []).append((here, gathered))
-                for other in range(rank):
-                    if other != axis and moving[0] > max(splits[other], default=-1):
-                        there = code_of(_moved(layout, moving, other), rank)
-                        arcs.setdefault(("all_to_all", moving, parts), []).append((here, there))
-    return [(*step, *np.array(pairs, np.int64).T) for step, pairs in arcs.items()]
+        for axis, other in product(range(-1, rank), repeat=2):
+            split = [f for f, at in enumerate(layout) if at == axis]
+            # Several fine axes move together; a slice takes one that splits nothing.
+            for moving in [(f,) for f in split] if axis < 0 else [tuple(split[-n:]) for n in range(1, len(split) + 1)]:
+                if other == axis or (other >= 0 and other in layout[moving[0] :]):
+                    continue
+                step = ("slice", (), 1) if axis < 0 else ("all_to_all" if other >= 0 else "all_gather", moving, parts)
+                arcs[step].append((here, _moved(layout, moving, other)))
+    ends = {step: tuple(zip(*pairs, strict=True)) for step, pairs in arcs.items()}
+    return [(*step, np.array(before, np.int64), code_of(after, rank)) for step, (before, after) in ends.items()]
 
 
 def _moved(layout: Layout, moving: tuple[int, ...], axis: int) -> Layout:

@@ -5,6 +5,7 @@ TensorOpt (section 2.1) leaves its rules out; these are derived from what the op
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def broadcast_axes(call: Call, shape: Sequence[int], outputs: Callable[[int], tu
 
 @rule("clone", "_to_copy", "alias", "detach", "copy", "where", "masked_fill", "lift_fresh_copy", "zeros_like")
 @rule("ones_like", "full_like", "threshold", "gelu", "lift_fresh", "bitwise_not", "logical_not", "native_dropout")
-@rule("bernoulli", "rand_like", "randn_like")
+@rule("bernoulli", "rand_like", "randn_like", "expand")
 def pointwise(call: Call) -> list[Axis]:
     shape = call.outputs[0].shape
     return broadcast_axes(call, shape, lambda axis: (axis,) * len(call.outputs))
@@ -57,11 +58,10 @@ def pointwise(call: Call) -> list[Axis]:
 
 @rule("mm", "bmm")
 def product(call: Call) -> list[Axis]:
-    left, right = call.inputs
+    left, right = call.inputs[-2:]
     stacked = left.dim() - 2
-    axes = [Axis((0, 0), (0,), left.shape[0])] if stacked else []
     return [
-        *axes,
+        *([Axis((0, 0), (0,), left.shape[0])] if stacked else []),
         Axis((stacked, WHOLE), (stacked,), left.shape[-2]),
         Axis((WHOLE, stacked + 1), (stacked + 1,), right.shape[-1]),
         Axis((stacked + 1, stacked), (SUM,), left.shape[-1]),
@@ -70,17 +70,12 @@ def product(call: Call) -> list[Axis]:
 
 @rule("addmm", "baddbmm")
 def product_and_sum(call: Call) -> list[Axis]:
-    added, left, right = call.inputs
-    axes = product(Call(call.target, (), {}, (left, right), call.outputs))
-    rank = left.dim()
-    return [
-        Axis(
-            (ONCE if axis.outputs[0] == SUM else aligned(added.shape, axis.outputs[0], rank), *axis.inputs),
-            axis.outputs,
-            axis.length,
-        )
-        for axis in axes
-    ]
+    added, left, _ = call.inputs
+
+    def split_of_added(out: int) -> int:
+        return ONCE if out == SUM else aligned(added.shape, out, left.dim())
+
+    return [replace(axis, inputs=(split_of_added(axis.outputs[0]), *axis.inputs)) for axis in product(call)]
 
 
 @rule("mv")
@@ -92,23 +87,28 @@ def matrix_times_vector(call: Call) -> list[Axis]:
 @rule("convolution")
 def convolution(call: Call) -> list[Axis]:
     """Samples, the channels of the result and, as a sum, those of the data; with groups, whole groups of channels."""
-    data, weight, *bias = call.inputs
+    weight, biases = call.inputs[1], len(call.inputs) - 2
     groups = call.argument("groups")
-    axes = [Axis((0, WHOLE, *(WHOLE for _ in bias)), (0,), data.shape[0])]
     if groups > 1:
-        return [*axes, Axis((1, 0, *(0 for _ in bias)), (1,), groups, (groups,))]
+        return [*first_axes(call, 1), Axis((1, 0, *[0] * biases), (1,), groups, (groups,))]
     made, read = (1, 0) if call.argument("transposed") else (0, 1)
-    axes.append(Axis((WHOLE, made, *(0 for _ in bias)), (1,), weight.shape[made]))
-    axes.append(Axis((1, read, *(ONCE for _ in bias)), (SUM,), weight.shape[read]))
-    return axes
+    return [
+        *first_axes(call, 1),
+        Axis((WHOLE, made, *[0] * biases), (1,), weight.shape[made]),
+        Axis((1, read, *[ONCE] * biases), (SUM,), weight.shape[read]),
+    ]
+
+
+def first_axes(call: Call, count: int) -> list[Axis]:
+    """The first axes of the data and of all results; other arguments are whole."""
+    data, *others = call.inputs
+    whole = [WHOLE] * len(others)
+    return [Axis((i, *whole), (i,) * len(call.outputs), length) for i, length in enumerate(data.shape[:count])]
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call) -> list[Axis]:
-    data, *others = call.inputs
-    leading = data.dim() - len(call.argument("normalized_shape"))
-    whole = (WHOLE,) * len(others)
-    return [Axis((axis, *whole), (axis,) * len(call.outputs), data.shape[axis]) for axis in range(leading)]
+    return first_axes(call, call.inputs[0].dim() - len(call.argument("normalized_shape")))
 
 
 @rule("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
@@ -117,17 +117,15 @@ def batch_norm(call: Call) -> list[Axis]:
     """Channels are independent. Samples share their statistics while training."""
     data, *others = call.inputs
     channels = data.shape[1]
-    results = tuple(0 if tuple(tensor.shape) == (channels,) else WHOLE for tensor in call.outputs[1:])
-    axes = [Axis((1, *(0 for _ in others)), (1, *results), channels)]
+    results = [0 if tuple(tensor.shape) == (channels,) else WHOLE for tensor in call.outputs[1:]]
     statistics = 0 if call.name == "_native_batch_norm_legit_no_training" else 2 * channels
-    whole = (WHOLE,) * len(others), (WHOLE,) * len(results)
-    return [*axes, Axis((0, *whole[0]), (0, *whole[1]), data.shape[0], statistics=statistics)]
+    whole = (0, *[WHOLE] * len(others)), (0, *[WHOLE] * len(results))
+    return [Axis((1, *[0] * len(others)), (1, *results), channels), Axis(*whole, data.shape[0], statistics=statistics)]
 
 
 @rule("native_group_norm")
 def group_norm(call: Call) -> list[Axis]:
-    data, *others = call.inputs
-    return [Axis((0, *(WHOLE for _ in others)), (0,) * len(call.outputs), data.shape[0])]
+    return first_axes(call, 1)
 
 
 @rule("embedding")
@@ -146,15 +144,16 @@ def embedding(call: Call) -> list[Axis]:
 def attention(call: Call) -> list[Axis]:
     """Samples and heads are independent."""
     query, key, value, *bias = call.inputs
-    axes = []
-    for axis, length in enumerate(query.shape[:2]):
-        if key.shape[axis] == length == value.shape[axis]:
-            biases = tuple(aligned(tensor.shape, axis, 4) for tensor in bias)
-            outputs = tuple(
-                axis if tensor.dim() >= 3 and tensor.shape[:2] == query.shape[:2] else WHOLE for tensor in call.outputs
-            )
-            axes.append(Axis((axis, axis, axis, *biases), outputs, length))
-    return axes
+    split = [tensor.dim() >= 3 and tensor.shape[:2] == query.shape[:2] for tensor in call.outputs]
+    return [
+        Axis(
+            (axis, axis, axis, *(aligned(tensor.shape, axis, 4) for tensor in bias)),
+            tuple(axis if has_it else WHOLE for has_it in split),
+            length,
+        )
+        for axis, length in enumerate(query.shape[:2])
+        if key.shape[axis] == length == value.shape[axis]
+    ]
 
 
 _REDUCTIONS = (
@@ -194,8 +193,7 @@ _SPATIAL_AXES = {
 @rule(*_SPATIAL_AXES)
 def leading_axes(call: Call) -> list[Axis]:
     """Samples and channels of pooling and the like."""
-    leading = call.inputs[0].shape[: call.inputs[0].dim() - _SPATIAL_AXES[call.name]]
-    return [Axis((axis,), (axis,) * len(call.outputs), length) for axis, length in enumerate(leading)]
+    return first_axes(call, call.inputs[0].dim() - _SPATIAL_AXES[call.name])
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
@@ -206,10 +204,10 @@ def class_loss(call: Call) -> list[Axis]:
         return []
     whole = (WHOLE,) * (len(call.inputs) - 2)
     unreduced = call.argument("reduction") == 0
-    places = [(0, 0), *((axis, axis - 1) for axis in range(2, scores.dim()))]
     return [
-        Axis((axis, place, *whole), (place, WHOLE) if unreduced else (SUM, SUM), scores.shape[axis])
-        for axis, place in places
+        Axis((axis, max(0, axis - 1), *whole), (max(0, axis - 1), WHOLE) if unreduced else (SUM, SUM), length)
+        for axis, length in enumerate(scores.shape)
+        if axis != 1
     ]
 
 
@@ -218,36 +216,34 @@ def class_loss(call: Call) -> list[Axis]:
 def element_loss(call: Call) -> list[Axis]:
     """Every axis; a mean is the sum of the parts over the number of elements."""
     shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in call.inputs))
-    if call.argument("reduction") == 0:
-        return broadcast_axes(call, shape, lambda axis: (axis,))
-    return broadcast_axes(call, shape, lambda axis: (SUM,))
+    unreduced = call.argument("reduction") == 0
+    return broadcast_axes(call, shape, lambda axis: (axis if unreduced else SUM,))
 
 
 @rule("t", "transpose", "permute")
 def permutation(call: Call) -> list[Axis]:
-    (tensor,) = call.inputs
-    order = list(range(tensor.dim()))
+    shape = call.inputs[0].shape
+    order = list(reversed(range(len(shape))))
     if call.name == "permute":
-        order = [dim % tensor.dim() for dim in call.argument("dims")]
+        order = [dim % len(shape) for dim in call.argument("dims")]
     elif call.name == "transpose":
+        order.sort()
         first, second = call.argument("dim0"), call.argument("dim1")
         order[first], order[second] = order[second], order[first]
-    else:
-        order.reverse()
-    return [Axis((source,), (axis,), tensor.shape[source]) for axis, source in enumerate(order)]
+    return [Axis((source,), (axis,), shape[source]) for axis, source in enumerate(order)]
 
 
 @rule("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")
 def reshaping(call: Call) -> list[Axis]:
     """Axes that keep their length, and the leading axis of those that are merged or taken apart."""
-    (tensor,) = call.inputs
-    if tensor.numel() != call.outputs[0].numel():
+    source, result = call.inputs[0].shape, call.outputs[0].shape
+    if source.numel() != result.numel():
         return []
-    return [
-        Axis((before,), (after,), before_length, () if before_length == after_length else (before_length, after_length))
-        for before, after in leading_pairs(tensor.shape, call.outputs[0].shape)
-        for before_length, after_length in [(tensor.shape[before], call.outputs[0].shape[after])]
-    ]
+    axes = []
+    for before, after in leading_pairs(source, result):
+        lengths = source[before], result[after]
+        axes.append(Axis((before,), (after,), lengths[0], () if lengths[0] == lengths[1] else lengths))
+    return axes
 
 
 def leading_pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
@@ -265,13 +261,6 @@ def leading_pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int
             else:
                 other *= after[right.pop(0)]
     return pairs
-
-
-@rule("expand")
-def expansion(call: Call) -> list[Axis]:
-    (tensor,) = call.inputs
-    shape = call.outputs[0].shape
-    return [Axis((aligned(tensor.shape, axis, len(shape)),), (axis,), length) for axis, length in enumerate(shape)]
 
 
 @rule("select", "slice", "split", "split_with_sizes", "unbind", "index_select", "flip", "narrow")
@@ -297,13 +286,12 @@ def joining(call: Call) -> list[Axis]:
     joined = call.argument("dim", 0) % rank
     if any(tensor.dim() != call.inputs[0].dim() for tensor in call.inputs):
         return []
-    axes = []
     alone = call.name == "cat" and call.inputs[0].shape == call.outputs[0].shape
-    for axis, length in enumerate(call.outputs[0].shape):
-        if axis != joined or alone:
-            before = axis - (call.name == "stack" and axis > joined)
-            axes.append(Axis((before,) * len(call.inputs), (axis,), length))
-    return axes
+    return [
+        Axis((axis - (call.name == "stack" and axis > joined),) * len(call.inputs), (axis,), length)
+        for axis, length in enumerate(call.outputs[0].shape)
+        if axis != joined or alone
+    ]
 
 
 @rule("gather")

@@ -6,6 +6,7 @@ operator itself on parts.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -19,7 +20,7 @@ from offbeat.runtime.sharded.calls import finish, run_part
 from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, structured, tensor_nodes
 from offbeat.runtime.sharded.trace import Program
-from offbeat.sharding.layout import SUM, WHOLE, Layout
+from offbeat.sharding.layout import SUM, WHOLE
 from offbeat.sharding.rules import has_rule, is_random
 from offbeat.torch_private import pytree, storage_of
 
@@ -43,12 +44,8 @@ class Executor:
 
     def run(self, state: Mapping[str, Tensor], batch: Sequence[Tensor]) -> tuple[Any, dict[str, Tensor]]:
         """The model's output, and the new values of the buffers it changes. `state` has this rank's parts."""
-        values: dict[Node, Any] = {}
-        for node, source in self.program.sources.items():
-            if source.kind == "state":
-                values[node] = state[source.name]
-            else:
-                values[node] = batch[source.position] if source.kind == "batch" else source.value
+        values: dict[Node, Any] = {node: state[name] for node, name in self.program.state.items()}
+        values |= {node: batch[position] for node, position in self.program.batch.items()} | self.program.constants
         for node in self.program.nodes:
             if is_getitem(node):
                 values[node] = values[node.args[0]][node.args[1]]
@@ -70,23 +67,18 @@ class Executor:
             if split.keep == "before" and have != need:
                 replaced[_identity(part)] = (values[node].detach(), shape, have, need)
             parts.append(part)
-        keeping = self._keeping_before(replaced) if replaced else nullcontext()
-        with keeping, self.random if is_random(split.call) else nullcontext():
-            results = run_part(split, parts, self.grid)
-        outputs = [self._bring(split, index, result) for index, result in enumerate(results)]
-        return structured(split.node.meta["val"], finish(split, outputs))
-
-    def _bring(self, split: Split, index: int, result: Tensor) -> Tensor:
-        have, need = split.results[index], split.outputs[index]
-        gradient: Layout = tuple(WHOLE if axis == SUM else axis for axis in have)
-        return self.grid.shift(result, split.call.outputs[index].shape, (have, need), (need, gradient))
-
-    def _keeping_before(self, replaced: Mapping[Any, tuple[Tensor, Sequence[int], Layout, Layout]]) -> Any:
-        """Autograd keeps the part that was held before an exchange, and backward exchanges it again."""
-        return torch.autograd.graph.saved_tensors_hooks(
+        # Autograd keeps the part that was held before an exchange, and backward exchanges it again.
+        keeping_before = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: replaced.get(_identity(tensor), tensor),
             lambda kept: kept if isinstance(kept, Tensor) else self.grid.move(*kept),
         )
+        with keeping_before if replaced else nullcontext(), self.random if is_random(split.call) else nullcontext():
+            results = run_part(split, parts, self.grid)
+        outputs = []
+        for result, whole, have, need in zip(results, split.call.outputs, split.results, split.outputs, strict=True):
+            gradient = tuple(WHOLE if axis == SUM else axis for axis in have)
+            outputs.append(self.grid.shift(result, whole.shape, (have, need), (need, gradient)))
+        return structured(split.node.meta["val"], finish(split, outputs))
 
     def _whole(self, node: Node, local: Tensor) -> Tensor:
         have = self.splitting.layouts[node]
@@ -100,15 +92,12 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 def _last_readers(program: Program) -> dict[Node, list[Node]]:
     """For each call the values that no later one reads, so that forward holds no more than it needs."""
-    last: dict[Node, Node] = {}
-    for node in program.nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
+    last = {source: node for node in program.nodes for source in node.all_input_nodes}
     kept = {leaf for leaf in program.results if isinstance(leaf, Node)} | {node for _, node in program.updates}
-    past: dict[Node, list[Node]] = {}
+    past: dict[Node, list[Node]] = defaultdict(list)
     for source, reader in last.items():
         if source not in kept:
-            past.setdefault(reader, []).append(source)
+            past[reader].append(source)
     return past
 
 

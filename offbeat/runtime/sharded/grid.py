@@ -15,6 +15,8 @@ from offbeat.sharding.layout import SUM, WHOLE, Box, Layout, box_of, coordinate,
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
 _groups: dict[tuple[Any, tuple[int, ...]], dist.ProcessGroup] = {}
+Change = tuple[Layout, Layout]
+"""The layout that a tensor has, and the one that it gets."""
 
 
 class Grid:
@@ -26,9 +28,8 @@ class Grid:
         self.fine = prime_factors(self.world)
         self.place = coordinate(self.rank, self.fine)
         self.whole: Layout = (WHOLE,) * len(self.fine)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        )
+        on_gpu = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -89,11 +90,8 @@ class Grid:
             _groups[key], _ = dist.new_subgroups_by_enumeration(members)
         return _groups[key]
 
-    def shift(
-        self, local: Tensor, shape: Sequence[int], layouts: tuple[Layout, Layout], gradients: tuple[Layout, Layout]
-    ) -> Tensor:
-        """As `move` from the first layout to the second; the gradient comes in the first of `gradients` and leaves in
-        the second."""
+    def shift(self, local: Tensor, shape: Sequence[int], layouts: Change, gradients: Change) -> Tensor:
+        """As `move`, with `gradients` the change of the gradient in backward."""
         if layouts[0] == layouts[1] and (gradients[0] == gradients[1] or not local.requires_grad):
             return local
         return _Shift.apply(local, self, tuple(shape), layouts, gradients)
@@ -136,14 +134,7 @@ def scattered_sums(have: Layout, need: Layout) -> Layout:
 
 class _Shift(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        grid: Grid,
-        shape: tuple[int, ...],
-        layouts: tuple[Layout, Layout],
-        gradients: tuple[Layout, Layout],
-    ) -> Tensor:
+    def forward(ctx: Any, local: Tensor, grid: Grid, shape: Any, layouts: Change, gradients: Change) -> Tensor:
         ctx.grid, ctx.shape, ctx.gradients = grid, shape, gradients
         moved = grid.move(local, shape, *layouts)
         return moved.view_as(moved) if moved is local else moved

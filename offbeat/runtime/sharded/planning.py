@@ -7,7 +7,8 @@ asks for.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch.fx import Node
 from offbeat.errors import StrategyError
 from offbeat.graph import Operator, kinds
 from offbeat.runtime.sharded.trace import Program
-from offbeat.sharding.calls import ONCE, Axis, Call
+from offbeat.sharding.calls import Axis, Call
 from offbeat.sharding.layout import SUM, WHOLE, Layout, layout_of, shortest_part
 from offbeat.sharding.rules import axes_of
 from offbeat.strategy import OperatorConfig, Strategy
@@ -41,14 +42,6 @@ class Split:
     outputs: tuple[Layout, ...]
     """Layouts that the results are brought to."""
     keep: Literal["before", "after", "both"] = "both"
-
-    def adds(self, position: int, coordinate: Sequence[int]) -> bool:
-        """Whether the rank at this place of the mesh is the one that adds an argument to be added once."""
-        return all(
-            index == 0
-            for axis, index in zip(self.split_by, coordinate, strict=True)
-            if axis is not None and axis.inputs[position] == ONCE
-        )
 
     def sums(self) -> bool:
         """Whether any result is a sum over ranks."""
@@ -81,10 +74,9 @@ def variable_layouts(
     A view's configuration counts only where no other operator has one. `ranks` is the number of axes of each variable.
     """
     chosen: dict[str, Layout] = {}
-    configured = [(operators[name], config) for name, config in strategy.operators.items() if name in operators]
-    place = {name: index for index, name in enumerate(operators)}
-    configured.sort(key=lambda item: (item[0].kind == "view", place[item[0].name]))
-    for operator, config in configured:
+    configured = [operator for name, operator in operators.items() if name in strategy.operators]
+    for operator in sorted(configured, key=lambda operator: operator.kind == "view"):
+        config = strategy.operators[operator.name]
         for name, tensor_map in zip(_names(operator, config), config.inputs, strict=False):
             if name in ranks and name in operator.variables and name not in chosen:
                 chosen[name] = _layout(operator, name, tensor_map, ranks[name], config, fine)
@@ -97,9 +89,8 @@ def plan_splits(
     """How each call of the program runs. `strict` refuses configurations that do not fit their operators; without it
     they are left out, as for an evaluation pass, whose operators may have other names than training's."""
     whole = (WHOLE,) * len(fine)
-    layouts: dict[Node, Any] = {}
-    for node, source in program.sources.items():
-        layouts[node] = stored.get(source.name, whole) if source.kind == "state" else whole
+    layouts: dict[Node, Any] = dict.fromkeys([*program.batch, *program.constants], whole)
+    layouts |= {node: stored.get(name, whole) for node, name in program.state.items()}
     splits: dict[Node, Split] = {}
     for node in program.nodes:
         if is_getitem(node):
@@ -109,7 +100,8 @@ def plan_splits(
         config = strategy.operators.get(node.name)
         wanted = Wanted((None,) * len(call.inputs), (None,) * len(call.outputs))
         if config is not None and node.name in program.operators:
-            wanted = _wanted(program, node, call, config, fine, strict=strict) or wanted
+            with nullcontext() if strict else suppress(StrategyError):
+                wanted = _wanted(program, node, call, config, fine)
         current = [layouts[source] for source in tensor_nodes(node)]
         splits[node] = _split(node, call, wanted, current, fine)
         layouts[node] = structured(node.meta["val"], splits[node].outputs)
@@ -156,33 +148,23 @@ def _layout(
         raise StrategyError(f"operator {operator.name!r}: {error}") from None
 
 
-def _wanted(
-    program: Program, node: Node, call: Call, config: OperatorConfig, fine: Sequence[int], *, strict: bool
-) -> Wanted | None:
+def _wanted(program: Program, node: Node, call: Call, config: OperatorConfig, fine: Sequence[int]) -> Wanted:
     operator = program.operators[node.name]
-    try:
-        maps = dict(zip(_names(operator, config), config.inputs, strict=False))
-        if len(config.outputs) > len(operator.outputs):
-            raise StrategyError(
-                f"operator {operator.name!r}: {len(config.outputs)} output maps are given, it has "
-                f"{len(operator.outputs)} results"
-            )
-        inputs: list[Layout | None] = []
-        for source, tensor in zip(tensor_nodes(node), call.inputs, strict=True):
-            name = program.reads.get(source, "")
-            tensor_map = maps.get(name)
-            # One map stands for all results of an operator; it describes the first.
-            if tensor_map is None or (is_getitem(source) and len(tensor_map) != tensor.dim()):
-                inputs.append(None)
-            else:
-                inputs.append(_layout(operator, name, tensor_map, tensor.dim(), config, fine))
-        outputs: list[Layout | None] = [None] * len(call.outputs)
-        for index, (tensor_map, tensor) in enumerate(zip(config.outputs, call.outputs, strict=False)):
-            outputs[index] = _layout(operator, f"result {index}", tensor_map, tensor.dim(), config, fine)
-    except StrategyError:
-        if strict:
-            raise
-        return None
+    maps = dict(zip(_names(operator, config), config.inputs, strict=False))
+    if len(config.outputs) > len(operator.outputs):
+        raise StrategyError(
+            f"operator {operator.name!r}: {len(config.outputs)} output maps are given, it has "
+            f"{len(operator.outputs)} results"
+        )
+    inputs: list[Layout | None] = [None] * len(call.inputs)
+    for index, (source, tensor) in enumerate(zip(tensor_nodes(node), call.inputs, strict=True)):
+        name = program.reads.get(source, "")
+        # One map stands for all results of an operator; it describes the first.
+        if name in maps and not (is_getitem(source) and len(maps[name]) != tensor.dim()):
+            inputs[index] = _layout(operator, name, maps[name], tensor.dim(), config, fine)
+    outputs: list[Layout | None] = [None] * len(call.outputs)
+    for index, (tensor_map, tensor) in enumerate(zip(config.outputs, call.outputs, strict=False)):
+        outputs[index] = _layout(operator, f"result {index}", tensor_map, tensor.dim(), config, fine)
     return Wanted(tuple(inputs), tuple(outputs), config.keep)
 
 
@@ -192,30 +174,17 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
     for index, parts in enumerate(fine):
         allowed = [None, *(option for option in options if _divides(option, split_by, fine[:index], parts))]
         split_by.append(min(allowed, key=lambda option: _mismatch(option, call, wanted, current, index)))
-    results = _layouts(split_by, len(call.outputs), lambda axis, position: axis.outputs[position])
-    return Split(
-        node=node,
-        call=call,
-        split_by=tuple(split_by),
-        inputs=_layouts(split_by, len(call.inputs), lambda axis, position: max(axis.inputs[position], WHOLE)),
-        # What every part is given whole has a gradient to which each contributes a term.
-        gradients=_layouts(
-            split_by, len(call.inputs), lambda axis, position: SUM if (at := axis.inputs[position]) < 0 else at
-        ),
-        results=results,
-        outputs=tuple(
-            asked if asked is not None else tuple(max(axis, WHOLE) for axis in result)
-            for asked, result in zip(wanted.outputs, results, strict=True)
-        ),
-        keep=wanted.keep,
+    given = [[axis.inputs[i] if axis else None for axis in split_by] for i in range(len(call.inputs))]
+    inputs = (tuple(WHOLE if at is None else max(at, WHOLE) for at in layout) for layout in given)
+    # What every part is given whole has a gradient to which each contributes a term.
+    gradients = (tuple(WHOLE if at is None else SUM if at < 0 else at for at in layout) for layout in given)
+    whole = (WHOLE,) * len(call.outputs)
+    results = tuple(zip(*(axis.outputs if axis else whole for axis in split_by), strict=True))
+    outputs = (
+        asked if asked is not None else tuple(max(axis, WHOLE) for axis in result)
+        for asked, result in zip(wanted.outputs, results, strict=True)
     )
-
-
-def _layouts(split_by: Sequence[Axis | None], count: int, place: Callable[[Axis, int], int]) -> tuple[Layout, ...]:
-    """Of so many tensors of a call; along fine axes that split nothing they are whole."""
-    return tuple(
-        tuple(WHOLE if axis is None else place(axis, position) for axis in split_by) for position in range(count)
-    )
+    return Split(node, call, tuple(split_by), tuple(inputs), tuple(gradients), results, tuple(outputs), wanted.keep)
 
 
 def _divides(option: Axis, earlier: Sequence[Axis | None], sizes: Sequence[int], parts: int) -> bool:

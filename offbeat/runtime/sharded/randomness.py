@@ -15,28 +15,20 @@ class SharedRandom:
     """A context in which the default generator is the shared stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        on_gpu = device.type == "cuda"
+        self._generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+        self._device = device
         self._state: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None
+        self._own = self._generator.get_state()
 
     def __enter__(self) -> None:
-        self._own = self._get()
+        self._own = self._generator.get_state()
         if self._state is None:
-            self._state = self._own.clone().to(self.device)
-            dist.broadcast(self._state, src=0)
-            self._state = self._state.cpu()
-        self._set(self._state)
+            shared = self._own.clone().to(self._device)
+            dist.broadcast(shared, src=0)
+            self._state = shared.cpu()
+        self._generator.set_state(self._state)
 
     def __exit__(self, *_: Any) -> None:
-        self._state = self._get()
-        assert self._own is not None
-        self._set(self._own)
-
-    def _get(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def _set(self, state: torch.Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
+        self._state = self._generator.get_state()
+        self._generator.set_state(self._own)

@@ -40,12 +40,7 @@ class ShardedRuntime:
     """Everything distribute() attaches to a model and an optimizer for a strategy that splits operators."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        strategy: Strategy,
-        example_inputs: Any = None,
-        loss_fn: Any = None,
+        self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, example_inputs: Any, loss_fn: Any
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -54,7 +49,6 @@ class ShardedRuntime:
         self.forward = model.forward
         self.random = SharedRandom(self.grid.device)
         self.layouts: dict[str, Any] | None = None
-        self._programs: dict[Any, Program] = {}
         self._executors: dict[Any, Executor] = {}
         _check_supported(strategy)
         _check_ranks_agree(strategy)
@@ -71,16 +65,14 @@ class ShardedRuntime:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Spreads the weights as the operators that read them want them."""
-        if any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
-            # Traced again once the weights are on their device, which may have operators of its own.
+        on_meta = any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
+        if on_meta:
             args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-            program = trace_forward(self.model, self.forward, args, kwargs)
-        else:
-            program = self._program(args, kwargs)
+        program = trace_forward(self.model, self.forward, args, kwargs)
         _check_operators(self.strategy, program)
         ranks = {name: parameter.dim() for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         layouts = variable_layouts(program.operators, self.strategy, self.grid.fine, ranks)
-        plan_splits(program, self.strategy, self.grid.fine, layouts, strict=True)
+        splitting = plan_splits(program, self.strategy, self.grid.fine, layouts, strict=True)
         split = sorted(name for name, layout in layouts.items() if layout != self.grid.whole)
         if split and not elementwise(type(self.optimizer)):
             raise StrategyError(
@@ -89,6 +81,9 @@ class ShardedRuntime:
             )
         shard_weights(self.model, self.optimizer, layouts, self.grid)
         self.layouts = layouts
+        # A model on the meta device is traced again on its own, which may have other operators.
+        if not on_meta:
+            self._executors[self._kind(args, kwargs)] = Executor(program, splitting, self.grid, self.random)
         log.info("offbeat splits %d operators and %d variables over ranks", len(self.strategy.operators), len(split))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,17 +105,11 @@ class ShardedRuntime:
                 buffers[name].copy_(value)
         return output
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        key = self._kind(args, kwargs)
-        if key not in self._programs:
-            self._programs[key] = trace_forward(self.model, self.forward, args, kwargs)
-        return self._programs[key]
-
     def _executor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
         key = self._kind(args, kwargs)
         if key not in self._executors:
             assert self.layouts is not None
-            program = self._program(args, kwargs)
+            program = trace_forward(self.model, self.forward, args, kwargs)
             splitting = plan_splits(program, self.strategy, self.grid.fine, self.layouts, strict=False)
             self._executors[key] = Executor(program, splitting, self.grid, self.random)
         return self._executors[key]

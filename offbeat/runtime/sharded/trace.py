@@ -24,23 +24,16 @@ _NO_GRAD_KEY = "offbeat_no_grad"
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a program's placeholder or constant takes its value from."""
-
-    kind: str
-    """'state': a parameter or buffer of the model by name; 'batch': a tensor argument by position; 'constant'."""
-    name: str = ""
-    position: int = 0
-    value: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Program:
     """One forward pass, functional: what it changes it returns."""
 
     nodes: tuple[Node, ...]
-    """Calls in order, with no one among them that nothing reads."""
-    sources: dict[Node, Source]
+    """Calls in order, without those whose result nothing reads."""
+    state: dict[Node, str]
+    """Parameters and buffers of the model, by name."""
+    batch: dict[Node, int]
+    """Tensor arguments, by position."""
+    constants: dict[Node, Tensor]
     operators: dict[str, Operator]
     """By name, as a ModelGraph has them."""
     reads: dict[Node, str]
@@ -60,21 +53,17 @@ class Program:
 class _Forward(Step):
     """A step that ends with the model's outputs instead of a loss."""
 
-    call: Callable[..., Any] | None = None
+    call: Callable[..., Any]
     seen: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, tensors: Sequence[Tensor]) -> Any:
-        assert self.call is not None
-        leaves, structure = self._flat()
         replacing = iter(tensors)
-        leaves = [next(replacing) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs, _ = pytree.tree_unflatten(leaves, structure)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(replacing), (self.args, self.kwargs))
         with _MarkNoGrad():
             output = self.call(*args, **kwargs)
-        flat, self.seen["structure"] = pytree.tree_flatten(output)
-        self.seen["leaves"] = flat
+        self.seen["leaves"], self.seen["structure"] = pytree.tree_flatten(output)
         # Copies, so that no output is a view of another tensor; the program returns what was copied.
-        return tuple(leaf.clone() for leaf in flat if isinstance(leaf, Tensor))
+        return tuple(leaf.clone() for leaf in self.seen["leaves"] if isinstance(leaf, Tensor))
 
 
 class _MarkNoGrad(TorchFunctionMode):
@@ -105,70 +94,51 @@ def trace_forward(
 
 def _program(graph: Graph, names: dict[str, str], model: nn.Module, seen: dict[str, Any]) -> Program:
     walk = Walk(graph, names)
-    tensors, updates = _outputs(graph, model)
-    wanted = {*tensors, *(node for _, node in updates)}
-    for node in reversed(graph.nodes):
-        if node in wanted:
-            wanted.update(node.all_input_nodes)
-    nodes = tuple(node for node in graph.nodes if node in wanted and node.op == "call_function")
-    sources = _sources(graph, model, wanted)
-    reads: dict[Node, str] = {}
-    for node in wanted:
-        producer = walk.producer(node)
-        if node in walk.variable_of:
-            reads[node] = walk.variable_of[node]
-        elif producer is not None:
-            reads[node] = producer.name
-    remaining = iter(tensors)
-    results = tuple(next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in seen["leaves"])
-    running = {node.name for node in nodes}
-    operators = {op.name: op for op in walk.operators() if op.name in running}
-    return Program(nodes, sources, operators, reads, results, seen["structure"], tuple(updates))
-
-
-def _outputs(graph: Graph, model: nn.Module) -> tuple[list[Node], list[tuple[str, Node]]]:
-    """What the model returns, less the copies made of it, and what becomes of its buffers."""
-    names = _state_names(model)
-    output = graph.output_node()
+    # The tracer numbers the model's parameters and buffers.
+    named = [*model.named_parameters(), *model.named_buffers()]
+    state_names = {f"t{index}": name for index, (name, _) in enumerate(named)}
     tensors, updates = [], []
+    output = graph.output_node()
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
         if isinstance(desc, descriptors.PlainAOTOutput):
+            # Not the copy that was made of what the model returns.
             tensors.append(node.args[0])
         elif isinstance(desc, descriptors.InputMutationAOTOutput):
             changed = desc.mutated_input
             if not isinstance(changed, descriptors.BufferAOTInput):
                 raise CaptureError(f"the model changes {changed.expr()} in forward, which only buffers may be")
-            updates.append((names[changed.target], node))
-    return tensors, updates
-
-
-def _state_names(model: nn.Module) -> dict[str, str]:
-    """The tracer's names of the model's parameters and buffers → the model's."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {f"t{index}": name for index, (name, _) in enumerate(named)}
-
-
-def _sources(graph: Graph, model: nn.Module, wanted: set[Node]) -> dict[Node, Source]:
-    names = _state_names(model)
-    sources = {}
-    for node in graph.nodes:
-        if node not in wanted or node.op == "call_function":
-            continue
+            updates.append((state_names[changed.target], node))
+    wanted = {*tensors, *(node for _, node in updates)}
+    for node in reversed(graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    nodes: list[Node] = []
+    state: dict[Node, str] = {}
+    batch: dict[Node, int] = {}
+    constants: dict[Node, Tensor] = {}
+    for node in (node for node in graph.nodes if node in wanted):
         desc = node.meta.get("desc")
-        if isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
-            sources[node] = Source("state", name=names[desc.target])
+        if node.op == "call_function":
+            nodes.append(node)
+        elif isinstance(desc, descriptors.ParamAOTInput | descriptors.BufferAOTInput):
+            state[node] = state_names[desc.target]
         elif isinstance(desc, descriptors.PlainAOTInput):
-            sources[node] = Source("batch", position=desc.idx)
+            batch[node] = desc.idx
         elif node.op == "get_attr":
-            sources[node] = Source("constant", value=_constant(getattr(graph.owning_module, str(node.target))))
+            constants[node] = _constant(getattr(graph.owning_module, str(node.target)))
         else:
             raise CaptureError(f"the model's forward reads {node.name!r}, which is no parameter, buffer or argument")
-    return sources
+    origins = {node: walk.variable_of.get(node) or getattr(walk.producer(node), "name", None) for node in wanted}
+    reads = {node: origin for node, origin in origins.items() if origin is not None}
+    remaining = iter(tensors)
+    results = tuple(next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in seen["leaves"])
+    running = {node.name for node in nodes}
+    operators = {op.name: op for op in walk.operators() if op.name in running}
+    return Program(tuple(nodes), state, batch, constants, operators, reads, results, seen["structure"], tuple(updates))
 
 
 def _constant(value: Any) -> Tensor:
-    if isinstance(value, FakeTensor):
-        value = value.constant
+    value = value.constant if isinstance(value, FakeTensor) else value
     if not isinstance(value, Tensor) or value.requires_grad:
         raise CaptureError("the model's forward reads a tensor that is no parameter, buffer or argument of it")
     return value

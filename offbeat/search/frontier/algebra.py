@@ -12,8 +12,9 @@ this. Cells of at most FEW sums are sorted at once.
 """
 
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -39,30 +40,23 @@ class Table:
     start: Ints
     memory: Floats
     time: Floats
-    left: Ints | None = None
-    """Point of the first table a combination took, for each point; None in a table of given costs."""
-    right: Ints | None = None
+    left: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    """Point of the first table a combination took, for each point; empty in a table of given costs."""
+    right: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     """As `left`, for the second table."""
-    thinned: bool = False
-    """A cell, here or in a table this one was made of, was cut to a number of points."""
 
     @property
     def cells(self) -> int:
         return len(self.start) - 1
 
-    def cell_of(self, points: Ints) -> Ints:
-        """The cell that holds each of the given points."""
-        return np.searchsorted(self.start, points, side="right") - 1
-
     def pointers(self) -> "Table":
         """The same table without costs: all that unrolling needs."""
-        nothing = np.empty(0)
-        return Table(self.start, nothing, nothing, self.left, self.right, self.thinned)
+        return replace(self, memory=np.empty(0), time=np.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which cells of two tables are paired for each cell of a target with three axes (unused ones have length 1)."""
+    """Which cells of two tables are paired for each cell of a target."""
 
     shape: tuple[int, ...]
     a_strides: tuple[int, ...]
@@ -104,25 +98,22 @@ class Combiner:
         return result
 
     def _combined(self, a: Table, b: Table, pattern: Pattern) -> Table:
-        ends = (0, pattern.a_step, 0), (pattern.b_first, pattern.b_step, 0)
-        axes = np.array([pattern.shape, pattern.a_strides, pattern.b_strides, *ends], np.int64)
-        cells = int(np.prod(pattern.shape))
+        cells = prod(pattern.shape)
+        places = np.indices(pattern.shape).reshape(-1, cells)
+        a_cells = np.array(pattern.a_strides, np.int64) @ places
+        b_cells = np.array(pattern.b_strides, np.int64) @ places + pattern.b_first
+        steps = (pattern.a_step, pattern.b_step, pattern.terms)
         # Tables over pairs of configurations have many cells, of which each needs few points.
         cap = max(_LEAST_CAP, min(self.cap, _POINTS_PER_TABLE // cells)) if self.cap else 0
         first, second = (a.start, a.memory, a.time), (b.start, b.memory, b.time)
-        part_of = partial(_combine_cells, first, second, axes, pattern.terms, cap)
+        part_of = partial(_combine_cells, first, second, a_cells, b_cells, steps, cap)
         work = cells * pattern.terms * (len(a.memory) / a.cells) * (len(b.memory) / b.cells)
-        parts = min(self.threads, cells, int(work // _WORK_PER_THREAD)) if self.pool is not None else 1
-        if self.pool is None or parts < 2:
-            pieces = [part_of(0, cells)]
-        else:
-            bounds = sorted({cells * part // (4 * parts) for part in range(4 * parts + 1)})
-            pieces = list(self.pool.map(part_of, bounds[:-1], bounds[1:]))
+        parts = min(self.threads, cells, int(work // _WORK_PER_THREAD))
+        bounds = sorted({cells * part // (4 * parts) for part in range(4 * parts + 1)}) if parts > 1 else [0, cells]
+        pieces = list((self.pool.map if self.pool and parts > 1 else map)(part_of, bounds[:-1], bounds[1:]))
         counts, points = (np.concatenate([piece[part] for piece in pieces]) for part in range(2))
         start = np.concatenate(([0], np.cumsum(counts)))
-        thinned = a.thinned or b.thinned or any(piece[2] for piece in pieces)
-        memory, time, left, right = (np.ascontiguousarray(points[name]) for name in _POINT.names or ())
-        return Table(start, memory, time, left, right, thinned)
+        return Table(start, *(np.ascontiguousarray(points[name]) for name in _POINT.names or ()))
 
 
 def frontier_reduce(points: ArrayLike) -> Ints:
@@ -135,34 +126,27 @@ def frontier_reduce(points: ArrayLike) -> Ints:
 
 
 @compiled(nogil=True)
-def _combine_cells(a, b, axes, terms, cap, first, last):
-    """The target cells first..last of one combination: points of each, all points, and whether some were dropped.
+def _combine_cells(a, b, a_cells, b_cells, steps, cap, first, last):
+    """The target cells first..last of one combination: the number of points of each, and all points.
 
-    `a` and `b` are (start, memory, time). `axes` has one row per number that locates a cell: the shape of the target's
-    three axes, the strides of those axes in `a`, in `b`, and then (first cell, step per term) in `a` and in `b`. With
-    `cap` above 0, cells keep at most `cap`."""
+    `a` and `b` are (start, memory, time). A target cell's first term pairs its `a_cells` and `b_cells`; `steps` are the
+    steps to the next term in `a` and in `b`, and the number of terms. With `cap` above 0, cells keep at most `cap`."""
     counts = np.zeros(last - first, np.int64)
     out = np.empty(max(64, 4 * (last - first)), _POINT)
     found = np.empty(4 * FEW, _POINT)
     stair = np.empty(GRID + 1, np.float64)
     used = 0
-    thinned = False
     for cell in range(first, last):
-        z = cell % axes[0, 2]
-        y = cell // axes[0, 2] % axes[0, 1]
-        x = cell // (axes[0, 2] * axes[0, 1])
-        a_cell = axes[3, 0] + x * axes[1, 0] + y * axes[1, 1] + z * axes[1, 2]
-        b_cell = axes[4, 0] + x * axes[2, 0] + y * axes[2, 1] + z * axes[2, 2]
-        found, size = _frontier_of_sums(a, b, (a_cell, axes[3, 1], b_cell, axes[4, 1], terms), stair, found)
+        pairs = (a_cells[cell], steps[0], b_cells[cell], steps[1], steps[2])
+        found, size = _frontier_of_sums(a, b, pairs, stair, found)
         if cap > 0 and size > cap:
             size = _thin(found, size, cap)
-            thinned = True
         if used + size > len(out):
             out = _grown(out, used, 2 * (used + size))
         out[used : used + size] = found[:size]
         used += size
         counts[cell - first] = size
-    return counts, out[:used], thinned
+    return counts, out[:used]
 
 
 @compiled(nogil=True)
@@ -246,12 +230,7 @@ def _frontier_of_sums(a, b, pairs, stair, found):
                 if 2 * (size + b1 - b0) > len(found):
                     found = _grown(found, size, 4 * (size + b1 - b0))
             size = _add_row(a, b, i, b0, b1, extent, stair, found, size)
-    kept = 0
-    for p in range(size):
-        if not _behind(found[p].memory, found[p].time, extent, stair):
-            found[kept] = found[p]
-            kept += 1
-    return found, _settle(found, kept)
+    return found, _settle(found, size)
 
 
 @compiled(nogil=True)

@@ -50,17 +50,13 @@ def data_parallel(prices: Prices) -> FrontierPoint:
 
 def optcnn(prices: Prices) -> FrontierPoint:
     """The fastest strategy."""
-    ops, edges = prices.tables(False, ("time", "time"))
-    found = track(ops, edges)
-    return _points(prices, found.choices, "optcnn")[-1]
+    return _points(prices, track(*prices.tables(False, ("time", "time"))).choices, "optcnn")[-1]
 
 
 def tofu(prices: Prices) -> FrontierPoint:
     """The fastest strategy of those that split every tensor as far as it can be."""
     ops, edges = prices.tables(True)
-    allowed = [
-        _smallest(unit, configs, prices) for unit, configs in zip(prices.units.units, prices.configs, strict=True)
-    ]
+    allowed = [_smallest(prices, index) for index in range(len(prices.configs))]
     ops = [costs[kept] for costs, kept in zip(ops, allowed, strict=True)]
     edges = {(i, j): costs[np.ix_(allowed[i], allowed[j])] for (i, j), costs in edges.items()}
     fastest = track(ops, edges).choices[-1]
@@ -95,8 +91,7 @@ def _points(prices: Prices, choices: NDArray[np.int64], name: str) -> list[Front
 def _first_label(unit: Unit) -> int:
     """The label of the first axis of the head's result, or of what it reads where that has none."""
     rule = unit.members[unit.head].rule
-    firsts = [labels[0] for labels in (*rule.outputs[:1], *rule.inputs) if labels and labels[0] >= 0]
-    return firsts[0] if firsts else NONE
+    return next((labels[0] for labels in (*rule.outputs[:1], *rule.inputs) if labels and labels[0] >= 0), NONE)
 
 
 def _closest(configs: Configurations, wanted: Sequence[int]) -> int:
@@ -108,8 +103,9 @@ def _closest(configs: Configurations, wanted: Sequence[int]) -> int:
     return int(np.argmax(agree - 100.0 * other - scattered))
 
 
-def _smallest(unit: Unit, configs: Configurations, prices: Prices) -> NDArray[np.int64]:
+def _smallest(prices: Prices, index: int) -> NDArray[np.int64]:
     """The configurations that hold the fewest bytes of all tensors of a unit together."""
+    unit, configs = prices.units.units[index], prices.configs[index]
     held = np.zeros(len(configs))
     for number, member in enumerate(unit.members):
         operator = member.operator

@@ -9,7 +9,7 @@ works on that split.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
 import numpy as np
@@ -45,39 +45,29 @@ def configurations(unit: Unit, factors: Sequence[int], levels: Sequence[int], mo
     are linked alike; then those come first that use fewer mesh axes and repeat less work."""
     head = unit.members[unit.head].rule
     results = {label for labels in head.outputs[:1] for label in labels if label >= 0}
-
-    def completed(before: tuple[int, ...], label: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """With `label` in the place of what is summed over."""
-        return before, tuple(label if symbol in unit.sums else symbol for symbol in before)
-
-    rows = []
+    rows: list[tuple[Map, Map]] = []
     for before in _assignments(unit.sizes, tuple(factors)):
-        rows.append(completed(before, NONE))
+        # What takes the place of a label that is summed over.
+        completing = [NONE]
         if len(unit.sums.intersection(before)) == 1:
             parts = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol in unit.sums)
-            free = sorted(results.difference(before))
-            rows += [completed(before, label) for label in free if unit.sizes[label] % parts == 0]
+            completing += [new for new in sorted(results.difference(before)) if unit.sizes[new] % parts == 0]
+        rows += [(before, tuple(new if symbol in unit.sums else symbol for symbol in before)) for new in completing]
     if len(rows) > most:
-        order = {label: rank for rank, label in enumerate(_ordered_labels(unit))}
-        rows = [row for row in rows if _is_canonical(row[0], levels, order)]
+        # The head's labels as its result has them, then those it sums over, then none.
+        axes = [label for labels in (*head.outputs[:1], *head.inputs, *head.variables) for label in labels]
+        ordered = [*dict.fromkeys(label for label in (*axes, *range(len(unit.sizes))) if label >= 0), NONE]
+        rows = [row for row in rows if _is_canonical(row[0], levels, ordered)]
     rows.sort(key=lambda row: _effort(row[0], factors))
-    chosen = rows[:most]
-    sides = (np.array([row[side] for row in chosen], np.int64).reshape(len(chosen), -1) for side in (0, 1))
-    return Configurations(*sides)
+    table = np.array(rows[:most], np.int64)
+    return Configurations(table[:, 0], table[:, 1])
 
 
-def _ordered_labels(unit: Unit) -> list[int]:
-    """The head's labels as its result has them, then those it sums over, then none."""
-    rule = unit.members[unit.head].rule
-    axes = [label for labels in (*rule.outputs[:1], *rule.inputs, *rule.variables) for label in labels]
-    return [*dict.fromkeys(label for label in (*axes, *range(len(unit.sizes))) if label >= 0), NONE]
-
-
-def _is_canonical(before: tuple[int, ...], levels: Sequence[int], order: dict[int, int]) -> bool:
+def _is_canonical(before: tuple[int, ...], levels: Sequence[int], ordered: list[int]) -> bool:
     for axis in range(1, len(before)):
         first, second = before[axis - 1], before[axis]
         continued = axis > 1 and levels[axis - 2] != levels[axis - 1] and before[axis - 2] == first
-        if levels[axis - 1] == levels[axis] and order[first] > order[second] and not continued:
+        if levels[axis - 1] == levels[axis] and ordered.index(first) > ordered.index(second) and not continued:
             return False
     return True
 
@@ -91,51 +81,34 @@ def _effort(before: tuple[int, ...], factors: Sequence[int]) -> tuple[int, int]:
 
 def _assignments(sizes: Sequence[int], factors: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Labels for the fine axes: those of one label are neighbours, and its size is divided evenly."""
-    found: list[tuple[int, ...]] = []
-
-    def extend(chosen: tuple[int, ...], parts: int) -> None:
-        axis = len(chosen)
-        if axis == len(factors):
-            found.append(chosen)
-            return
-        extend((*chosen, NONE), 1)
-        for label, size in enumerate(sizes):
-            if label not in chosen:
-                if size % factors[axis] == 0:
-                    extend((*chosen, label), factors[axis])
-            elif chosen[-1] == label and size % (parts * factors[axis]) == 0:
-                extend((*chosen, label), parts * factors[axis])
-
-    extend((), 1)
+    found: list[tuple[int, ...]] = [()]
+    for axis, factor in enumerate(factors):
+        grown = []
+        for chosen in found:
+            grown.append((*chosen, NONE))
+            for label, size in enumerate(sizes):
+                parts = factor * prod(factors[earlier] for earlier in range(axis) if chosen[earlier] == label)
+                if size % parts == 0 and (label not in chosen or chosen[-1] == label):
+                    grown.append((*chosen, label))
+        found = grown
     return found
 
 
 def operator_configs(unit: Unit, configs: Configurations, index: int, factors: Sequence[int]) -> list[OperatorConfig]:
     """The device mesh and tensor maps of each member under one configuration."""
-    before, after = (tuple(int(s) for s in side[index]) for side in (configs.before, configs.after))
-    mesh, place = _mesh(before, after, factors)
+    both = list(zip(configs.before[index].tolist(), configs.after[index].tolist(), strict=True))
+    # Neighbouring fine axes of one label are one axis of the mesh.
+    joined = [list(axes) for _, axes in groupby(range(len(factors)), key=lambda axis: both[axis])]
+    mesh = tuple(prod(factors[axis] for axis in axes) for axes in joined) or (1,)
+    place = [number for number, axes in enumerate(joined) for _ in axes]
+
+    def tensor_maps(maps: Sequence[Map], symbols: list[int]) -> tuple[Map, ...]:
+        at = {NONE: NONE, **{symbol: place[symbols.index(symbol)] for symbol in symbols if symbol >= 0}}
+        return tuple(tuple(at.get(label, NONE) for label in labels) for labels in maps)
+
     made = []
     for number, member in enumerate(unit.members):
-        given = before if number <= unit.head else after
-        result = before if number < unit.head else after
-        inputs = tuple(_tensor_map(labels, given, place) for labels in member.rule.inputs + member.rule.variables)
-        outputs = tuple(_tensor_map(labels, result, place) for labels in member.rule.outputs)
-        made.append(OperatorConfig(mesh=mesh, inputs=inputs, outputs=outputs))
+        given, result = (configs.symbols(unit, number, side)[index].tolist() for side in (False, True))
+        inputs = tensor_maps(member.rule.inputs + member.rule.variables, given)
+        made.append(OperatorConfig(mesh=mesh, inputs=inputs, outputs=tensor_maps(member.rule.outputs, result)))
     return made
-
-
-def _mesh(before: tuple[int, ...], after: tuple[int, ...], factors: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
-    """The mesh with neighbouring fine axes of one label joined, and the mesh axis of each fine axis."""
-    mesh: list[int] = []
-    place: list[int] = []
-    for axis, factor in enumerate(factors):
-        if axis and before[axis] == before[axis - 1] and after[axis] == after[axis - 1]:
-            mesh[-1] *= factor
-        else:
-            mesh.append(factor)
-        place.append(len(mesh) - 1)
-    return tuple(mesh) or (1,), place
-
-
-def _tensor_map(labels: Map, symbols: tuple[int, ...], place: list[int]) -> tuple[int, ...]:
-    return tuple(place[symbols.index(label)] if label >= 0 and label in symbols else NONE for label in labels)

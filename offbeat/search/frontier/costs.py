@@ -16,7 +16,7 @@ Time is the sum of all of these, as in equation 3: no communication is taken to 
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator
-from offbeat.search.frontier.algebra import Floats
+from offbeat.search.frontier.algebra import Floats, Ints
 from offbeat.search.frontier.configs import Configurations, configurations
 from offbeat.search.frontier.units import Flow, Map, Unit, Units
 from offbeat.sharding.layout import WHOLE
-from offbeat.sharding.rescheduling import SLICE_SECONDS, FineMesh, code_of, layout_at
+from offbeat.sharding.rescheduling import SLICE_SECONDS, FineMesh, code_of
 
 Keep = Literal["before", "after", "both"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -40,7 +40,6 @@ _FREE_SECONDS = 8 * SLICE_SECONDS
 class FlowCosts:
     """What one tensor between units costs, for each pair of configurations of its ends."""
 
-    flow: Flow
     seconds: Floats
     """(K, P) forward and backward together."""
     again: tuple[Floats, Floats]
@@ -48,30 +47,29 @@ class FlowCosts:
     held: tuple[Floats, Floats]
     """Bytes for backward of the copy before (K,) and after (P,)."""
     moves: NDArray[np.bool_]
-    """(K, P) whether the split changes at all."""
+    """(K, P) whether the split of a tensor that backward needs changes at all."""
+    count: int
+    single: bool
 
-    def options(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def options(self, source: Ints, target: Ints) -> tuple[Floats, Floats]:
         """(3, N) bytes beyond the source's own copy, and seconds, of keeping before, after or both."""
         before, after = self.held[0][source], self.held[1][target]
-        moves = self.moves[source, target]
         forth, back = (table[source, target] for table in self.again)
-        reversible = self.flow.single and self.flow.kept_bytes > 0
-        memory = np.stack([np.zeros_like(after), after - before if reversible else after, after])
-        seconds = np.stack([forth, back if reversible else np.zeros_like(back), np.zeros_like(after)])
-        needed = moves & (self.flow.kept_bytes > 0)
-        return np.where(needed, memory, 0.0) * self.flow.count, np.where(needed, seconds, 0.0) * self.flow.count
+        nothing = np.zeros_like(after)
+        memory = np.stack([nothing, after - before if self.single else after, after])
+        seconds = np.stack([forth, back if self.single else nothing, nothing])
+        moves = self.moves[source, target]
+        return np.where(moves, memory, 0.0) * self.count, np.where(moves, seconds, 0.0) * self.count
 
-    def table(self, small: bool) -> Floats:
-        """(K, P, 2) memory and network seconds, keeping what takes the least memory or the least time."""
-        first, second = np.meshgrid(*(np.arange(n) for n in self.seconds.shape), indexing="ij")
-        memory, seconds = self.options(first.ravel(), second.ravel())
-        chosen = preferred(memory, seconds, small)
-        columns = np.arange(chosen.size)
-        total = self.seconds.ravel() * self.flow.count + seconds[chosen, columns]
-        return np.stack([memory[chosen, columns], total], axis=-1).reshape(*self.seconds.shape, 2)
+    def table(self, small: bool, objectives: tuple[str, str]) -> Floats:
+        """(K, P, 2) two of the costs, keeping what takes the least memory or the least time."""
+        memory, seconds = self.options(*np.indices(self.seconds.shape).reshape(2, -1))
+        chosen = preferred(memory, seconds, small), np.arange(self.seconds.size)
+        total = self.seconds.ravel() * self.count + seconds[chosen]
+        return columns(memory[chosen], 0.0, total, objectives).reshape(*self.seconds.shape, 2)
 
 
-def preferred(memory: Floats, seconds: Floats, small: bool) -> NDArray[np.int64]:
+def preferred(memory: Floats, seconds: Floats, small: bool) -> Ints:
     """Which of the options needs least memory and then time (`small`), or least time and then memory."""
     rounded = np.where(seconds <= _FREE_SECONDS, 0.0, seconds)
     keys = (rounded, memory) if small else (memory, rounded)
@@ -89,8 +87,7 @@ class Prices:
         self._seconds = _operator_seconds(graph, mesh)
         self._updates = {op.variables[0]: self._seconds.get(op.name, 0.0) for op in graph.phase("optimizer")}
         self._radix = np.array(mesh.factors, np.float64)
-        self._flows: dict[tuple[object, ...], tuple[Floats, Floats, Floats, NDArray[np.bool_]]] = {}
-        self._held: dict[tuple[object, ...], Floats] = {}
+        self._known: dict[tuple[object, ...], FlowCosts] = {}
         self.unit_costs = [self._unit(index) for index in range(len(units.units))]
         """(K, 3) memory in bytes, compute and network seconds of each unit."""
         self.flow_costs = [self._flow(flow) for flow in units.flows]
@@ -105,14 +102,9 @@ class Prices:
         An edge's memory is negative where keeping only the copy after re-scheduling frees the one before."""
         ops = [columns(c[:, 0], c[:, 1], c[:, 2], objectives) for c in self.unit_costs]
         edges: dict[tuple[int, int], Floats] = {}
-        known: dict[tuple[object, ...], Floats] = {}
-        for costs in self.flow_costs:
-            flow = costs.flow
-            key = (id(costs.seconds), id(costs.held[0]), id(costs.held[1]), flow.kept_bytes, flow.count, flow.single)
-            if key not in known:
-                table = costs.table(small)
-                known[key] = columns(table[..., 0], 0.0, table[..., 1], objectives)
-            table = known[key]
+        tables = {costs: costs.table(small, objectives) for costs in self._known.values()}
+        for flow, costs in zip(self.units.flows, self.flow_costs, strict=True):
+            table = tables[costs]
             if flow.source == flow.target:
                 ops[flow.source] = ops[flow.source] + np.einsum("kkc->kc", table)
                 continue
@@ -130,7 +122,7 @@ class Prices:
         self._variables(index, unit, configs, costs)
         return costs
 
-    def share(self, symbols: NDArray[np.int64], labels: Collection[int]) -> Floats:
+    def share(self, symbols: Ints, labels: Collection[int]) -> Floats:
         """(K,) the part of something with these labels that one device has."""
         split = np.isin(symbols, [label for label in labels if label >= 0])
         return np.prod(np.where(split, 1.0 / self._radix, 1.0), axis=1)
@@ -146,13 +138,13 @@ class Prices:
             for shape, labels in member.rule.data:
                 costs[:, 2] += self._loading(shape, labels, configs.symbols(unit, number)) * len(member.names)
 
-    def _loading(self, shape: tuple[int, ...], labels: Map, symbols: NDArray[np.int64]) -> Floats:
+    def _loading(self, shape: tuple[int, ...], labels: Map, symbols: Ints) -> Floats:
         """The batch is loaded by data parallelism and then re-scheduled to the split that is asked for."""
         spec = next(tensor for tensor in self.graph.inputs if tensor.shape == shape)
         loaded = 0 if shape and shape[0] % self.mesh.devices == 0 else WHOLE
-        codes, _ = self._codes(symbols, labels, frozenset())
-        first = code_of((loaded,) * len(self.mesh.factors), len(shape))
-        return self.mesh.paths(len(shape), spec.bytes)[first, codes]
+        fine, rank = len(self.mesh.factors), len(shape)
+        wanted = code_of(self._layouts(symbols, labels)[:, :fine], rank)
+        return self.mesh.paths(rank, spec.bytes)[code_of((loaded,) * fine, rank), wanted]
 
     def _sums(self, unit: Unit, configs: Configurations, costs: Floats) -> None:
         head = unit.members[unit.head]
@@ -194,19 +186,14 @@ class Prices:
         for k, messages in enumerate(together):
             costs[k, 2] += sum(self.mesh.seconds("all_reduce", axes, size) for axes, size in messages.items())
 
-    def _codes(
-        self, symbols: NDArray[np.int64], labels: Map, involved: frozenset[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(K,) the layout's number, and the fine axes over which the gradient is partial as bits."""
-        fine = symbols.shape[1]
+    def _layouts(self, symbols: Ints, labels: Map, involved: frozenset[int] = frozenset()) -> Ints:
+        """(K, 2F) the tensor axis that each fine axis splits, then whether the gradient is partial over it."""
         axis_of = np.full(max(symbols.max(initial=0), *labels, 0) + 2, WHOLE)
         for axis, label in enumerate(labels):
             if label >= 0:
                 axis_of[label] = axis
         # No label, -1, is looked up at the end.
-        digits = axis_of[symbols] + 1
-        terms = np.isin(symbols, list(involved - set(labels)))
-        return digits @ (len(labels) + 1) ** np.arange(fine - 1, -1, -1), terms @ (1 << np.arange(fine))
+        return np.concatenate([axis_of[symbols], np.isin(symbols, list(involved - set(labels)))], axis=1)
 
     def _flow(self, flow: Flow) -> FlowCosts:
         source, target = self.units.units[flow.source], self.units.units[flow.target]
@@ -215,43 +202,31 @@ class Prices:
         from_symbols = self.configs[flow.source].symbols(source, flow.member, result=not flow.is_variable)
         to_symbols = self.configs[flow.target].symbols(target, flow.reader)
         own = _involved(source, flow.member) if flow.is_variable else frozenset()
-        ends = self._codes(from_symbols, given, own), self._codes(to_symbols, taken, _involved(target, flow.reader))
-        key = (len(axes), flow.bytes, flow.is_variable, *(array.tobytes() for end in ends for array in end))
-        if key not in self._flows:
-            self._flows[key] = self._moved(len(axes), flow.bytes, *ends, flow.is_variable)
-        seconds, forth, back, moves = self._flows[key]
-        held = self._kept(flow.kept_bytes, from_symbols, given), self._kept(flow.kept_bytes, to_symbols, taken)
-        return FlowCosts(flow, seconds, (forth, back), held, moves)
+        before = self._layouts(from_symbols, given, own)
+        after = self._layouts(to_symbols, taken, _involved(target, flow.reader))
+        alike = replace(flow, source=0, member=0, target=0, reader=0, given=given, taken=taken)
+        key = (alike, *(array.tobytes() for array in (from_symbols, to_symbols, before, after)))
+        if key not in self._known:
+            held = (flow.kept_bytes * self.share(from_symbols, given), flow.kept_bytes * self.share(to_symbols, taken))
+            self._known[key] = self._moved(flow, len(axes), before, after, held)
+        return self._known[key]
 
-    def _kept(self, size: int, symbols: NDArray[np.int64], labels: Map) -> Floats:
-        key = (size, symbols.tobytes(), labels)
-        if key not in self._held:
-            self._held[key] = size * self.share(symbols, labels)
-        return self._held[key]
-
-    def _moved(
-        self,
-        rank: int,
-        size: int,
-        given: tuple[NDArray[np.int64], NDArray[np.int64]],
-        taken: tuple[NDArray[np.int64], NDArray[np.int64]],
-        is_variable: bool,
-    ) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
+    def _moved(self, flow: Flow, rank: int, before: Ints, after: Ints, held: tuple[Floats, Floats]) -> FlowCosts:
         fine = len(self.mesh.factors)
-        paths = self.mesh.paths(rank, size)
-        (out, terms), (into, partial) = given, taken
+        paths = self.mesh.paths(rank, flow.bytes)
+        out, into = (code_of(layouts[:, :fine], rank) for layouts in (before, after))
         forth, back = paths[np.ix_(out, into)], paths[np.ix_(into, out)].T
-        kinds, which = np.unique(np.stack([into, partial]), axis=1, return_inverse=True)
+        kinds, which = np.unique(after, axis=0, return_inverse=True)
         rows = []
-        for code, mask in kinds.T.tolist():
-            summed = tuple(axis for axis in range(fine) if mask >> axis & 1)
-            rows.append(self.mesh.completed(rank, size, layout_at(code, rank, fine), summed)[out])
+        for kind in kinds.tolist():
+            partial = tuple(axis for axis in range(fine) if kind[fine + axis])
+            rows.append(self.mesh.completed(rank, flow.bytes, tuple(kind[:fine]), partial)[out])
         gradient = np.stack(rows, axis=1)[:, which.ravel()]
-        if is_variable:
+        if flow.is_variable:
             # Equal terms of one gradient are added where they are and travel with the owner's.
-            alike = (out[:, None] == into[None, :]) & (terms[:, None] == partial[None, :])
-            gradient = np.where(alike, 0.0, gradient)
-        return forth + gradient, forth, back, out[:, None] != into[None, :]
+            gradient = np.where((before[:, None] == after[None, :]).all(axis=2), 0.0, gradient)
+        needed = (out[:, None] != into[None, :]) & (flow.kept_bytes > 0)
+        return FlowCosts(forth + gradient, (forth, back), held, needed, flow.count, flow.single)
 
 
 def columns(memory: Floats, compute: Floats | float, network: Floats, objectives: tuple[str, str]) -> Floats:
@@ -271,7 +246,7 @@ def _involved(unit: Unit, number: int) -> frozenset[int]:
     return frozenset().union(*(other.labels for other in unit.members))
 
 
-def _axes_with(symbols: NDArray[np.int64], labels: Collection[int]) -> list[tuple[int, ...]]:
+def _axes_with(symbols: Ints, labels: Collection[int]) -> list[tuple[int, ...]]:
     """For each configuration the fine axes that split one of these labels."""
     return [tuple(np.flatnonzero(row).tolist()) for row in np.isin(symbols, list(labels))]
 

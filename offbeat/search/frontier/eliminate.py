@@ -16,9 +16,8 @@ Tables are interned and combinations remembered by the identity of what goes in,
 once.
 """
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -26,6 +25,8 @@ import numpy as np
 
 from offbeat.search.frontier.algebra import UNIT, Combiner, Floats, Ints, Pattern, Table
 
+NONE = -1
+"""No node; it has one configuration."""
 _MERGED_CONFIGURATIONS = 256
 
 Adjacency = Mapping[int, Collection[int]]
@@ -40,11 +41,10 @@ class Factor:
     """In row-major order; the nodes of an edge in ascending order."""
     left: "Factor | None" = None
     right: "Factor | None" = None
-    over: int = -1
-    """The node whose configuration a point decides, by the cell of its left point; -1: none."""
-    step: int = 1
-    size: int = 1
-    """The configuration is cell // step % size."""
+    over: int = NONE
+    """The node whose configuration a point decides, by the cell of its left point."""
+    pattern: Pattern = field(default_factory=lambda: Pattern((), (), ()))
+    """How it was combined."""
 
 
 class Elimination:
@@ -54,7 +54,7 @@ class Elimination:
         self, ops: list[Table], edges: dict[tuple[int, int], Table], combiner: Combiner, weight: float
     ) -> None:
         self.combine = combiner
-        self.size = [op.cells for op in ops]
+        self.size = {NONE: 1, **{node: op.cells for node, op in enumerate(ops)}}
         self.op = {node: Factor(op, (node,)) for node, op in enumerate(ops)}
         self.adjacent: dict[int, dict[int, Factor]] = {node: {} for node in self.op}
         for (i, j), table in edges.items():
@@ -88,14 +88,12 @@ class Elimination:
         pending: list[tuple[Factor, Ints]] = [(result, np.arange(points))]
         while pending:
             factor, selected = pending.pop()
-            if factor.left is None or factor.right is None:
-                continue
-            assert factor.table.left is not None
-            assert factor.table.right is not None
-            left, right = factor.table.left[selected], factor.table.right[selected]
-            if factor.over >= 0:
-                chosen[factor.over] = factor.left.table.cell_of(left) // factor.step % factor.size
-            pending += [(factor.left, left), (factor.right, right)]
+            if factor.left is not None and factor.right is not None:
+                left, right = factor.table.left[selected], factor.table.right[selected]
+                pending += [(factor.left, left), (factor.right, right)]
+                if factor.over >= 0:
+                    cells = np.searchsorted(factor.left.table.start, left, side="right") - 1
+                    chosen[factor.over] = cells // factor.pattern.a_step % factor.pattern.terms
         for node, absorbed, size in reversed(self.merged):
             chosen[absorbed] = chosen[node] % size
             chosen[node] = chosen[node] // size
@@ -105,20 +103,14 @@ class Elimination:
         """Eliminates unmarked nodes with one or two neighbours until none is left, leaves first, then by index.
 
         By index, a chain is eliminated from its start: each step then multiplies a grown table by a given one."""
-        queue = [(len(self.adjacent[node]), node) for node in nodes if node not in marked]
-        heapq.heapify(queue)
-        while queue:
-            degree, node = heapq.heappop(queue)
-            if node not in self.adjacent or degree != len(self.adjacent[node]) or not 0 < degree <= 2:
-                continue
-            touched = list(self.adjacent[node])
+        left = set(nodes) - marked
+        while few := [(len(self.adjacent[node]), node) for node in left if 0 < len(self.adjacent[node]) <= 2]:
+            degree, node = min(few)
+            left.remove(node)
             if degree == 1:
                 self._eliminate_leaf(node)
             else:
                 self._eliminate_inner(node)
-            for other in touched:
-                if other not in marked:
-                    heapq.heappush(queue, (len(self.adjacent[other]), other))
 
     def _eliminate_leaf(self, node: int) -> None:
         (other,) = self.adjacent[node]
@@ -177,18 +169,16 @@ class Elimination:
         del self.adjacent[absorbed][node]
         own = self._combine(self.op[node], self.op[absorbed], (node, absorbed))
         own = self._product(own, between)
-        edges: dict[int, Factor] = {}
         for other in sorted(self.adjacent[node].keys() | self.adjacent[absorbed].keys()):
             joined = [self.adjacent[end][other] for end in (node, absorbed) if other in self.adjacent[end]]
             nodes = (node, absorbed, other) if node < other else (other, node, absorbed)
             edge = self._combine(joined[0], joined[1] if len(joined) > 1 else Factor(UNIT), nodes)
-            edges[other] = replace(edge, nodes=(min(node, other), max(node, other)))
+            edge = replace(edge, nodes=(min(node, other), max(node, other)))
+            self.adjacent[node][other] = self.adjacent[other][node] = edge
         self._forget(absorbed)
         self.op[node] = replace(own, nodes=(node,))
         self.merged.append((node, absorbed, self.size[absorbed]))
         self.size[node] *= self.size[absorbed]
-        for other, edge in edges.items():
-            self.adjacent[node][other] = self.adjacent[other][node] = edge
 
     def _fix(self, node: int) -> None:
         """Decides a node's configuration; its own cost goes to one neighbour, each edge's to the neighbour it joins."""
@@ -223,28 +213,25 @@ class Elimination:
         left: Factor,
         right: Factor,
         nodes: tuple[int, ...],
-        over: int = -1,
+        over: int = NONE,
         fixed: dict[int, int] | None = None,
         last_use: bool = False,
     ) -> Factor:
         """The product for each configuration of `nodes`: the union over the configurations of node `over`, with some
         nodes of `right` in a `fixed` one. After its `last_use` only the pointers of `left` are kept."""
-        padding = (0,) * (3 - len(nodes))
-        terms = self.size[over] if over >= 0 else 1
-        step = self._stride(left, over)
         pattern = Pattern(
-            (*(self.size[node] for node in nodes), *(1 for _ in padding)),
-            (*(self._stride(left, node) for node in nodes), *padding),
-            (*(self._stride(right, node) for node in nodes), *padding),
-            terms,
-            step,
-            self._stride(right, over),
-            sum(chosen * self._stride(right, node) for node, chosen in (fixed or {}).items()),
+            tuple(self.size[node] for node in nodes),
+            tuple(self._stride(left, node) for node in nodes),
+            tuple(self._stride(right, node) for node in nodes),
+            terms=self.size[over],
+            a_step=self._stride(left, over),
+            b_step=self._stride(right, over),
+            b_first=sum(chosen * self._stride(right, node) for node, chosen in (fixed or {}).items()),
         )
         table = self.combine(left.table, right.table, pattern, remember=not last_use)
         if last_use:
             left = replace(left, table=left.table.pointers())
-        return Factor(table, nodes, left, right, over, step, terms)
+        return Factor(table, nodes, left, right, over, pattern)
 
     def _stride(self, factor: Factor, node: int) -> int:
         """Cells between neighbouring configurations of a node in a table; 0 if it does not depend on the node."""

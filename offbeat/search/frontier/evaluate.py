@@ -7,6 +7,7 @@ way is a strategy of its own (TensorOpt's tensor reuse, section 4.2).
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +52,7 @@ def expanded(prices: Prices, choices: NDArray[np.int64], walk: bool = True) -> E
         costs += own[choices[:, unit]]
     memory, compute, network = costs[:, 0] + prices.base_bytes, costs[:, 1], costs[:, 2]
     groups: dict[Reader, list[tuple[Floats, Floats]]] = defaultdict(list)
-    for passed in prices.flow_costs:
-        flow = passed.flow
+    for flow, passed in zip(prices.units.flows, prices.flow_costs, strict=True):
         source, target = choices[:, flow.source], choices[:, flow.target]
         network = network + passed.seconds[source, target] * flow.count
         if flow.kept_bytes:
@@ -62,10 +62,8 @@ def expanded(prices: Prices, choices: NDArray[np.int64], walk: bool = True) -> E
     keeps = np.zeros((2, len(readers), rows), np.int64)
     columns = np.arange(rows)
     for index, reader in enumerate(readers):
-        held = np.sum([option[0] for option in groups[reader]], axis=0)
-        seconds = np.sum([option[1] for option in groups[reader]], axis=0)
-        fast, small = preferred(held, seconds, False), preferred(held, seconds, True)
-        keeps[0, index], keeps[1, index] = fast, small
+        held, seconds = (np.sum(options, axis=0) for options in zip(*groups[reader], strict=True))
+        keeps[:, index] = fast, small = preferred(held, seconds, False), preferred(held, seconds, True)
         memory = memory + held[fast, columns]
         network = network + seconds[fast, columns]
         saved[index] = held[fast, columns] - held[small, columns]
@@ -94,7 +92,7 @@ class Strategies:
         self.prices = prices
         graph, cluster = prices.graph, prices.mesh.cluster
         self._plain = Strategy(name=name, model=graph.name, graph=graph.signature, cluster=cluster.digest)
-        self._made: dict[tuple[int, int, tuple[tuple[int, Keep], ...]], dict[str, OperatorConfig]] = {}
+        self._part = cache(self._operators)
 
     def point(self, choices: NDArray[np.int64], found: Expanded, index: int) -> FrontierPoint:
         row = int(found.row[index])
@@ -113,15 +111,11 @@ class Strategies:
         chosen = tuple(int(choice) for choice in choices[row])
         return FrontierPoint(compute + network, float(found.memory[index]), compute, network, strategy, chosen)
 
-    def _part(self, unit: int, config: int, keeps: tuple[tuple[int, Keep], ...]) -> dict[str, OperatorConfig]:
-        key = (unit, config, keeps)
-        if key not in self._made:
-            prices, kept = self.prices, dict(keeps)
-            group = prices.units.units[unit]
-            made = operator_configs(group, prices.configs[unit], config, prices.mesh.factors)
-            part: dict[str, OperatorConfig] = {}
-            for number, (member, split) in enumerate(zip(group.members, made, strict=True)):
-                entry = split.model_copy(update={"keep": kept[number]}) if number in kept else split
-                part |= dict.fromkeys(member.names, entry)
-            self._made[key] = part
-        return self._made[key]
+    def _operators(self, unit: int, config: int, keeps: tuple[tuple[int, Keep], ...]) -> dict[str, OperatorConfig]:
+        """One unit's operators under one configuration, with what some of its members keep."""
+        prices = self.prices
+        group = prices.units.units[unit]
+        made = operator_configs(group, prices.configs[unit], config, prices.mesh.factors)
+        for member, keep in keeps:
+            made[member] = made[member].model_copy(update={"keep": keep})
+        return {name: split for member, split in zip(group.members, made, strict=True) for name in member.names}

@@ -162,8 +162,7 @@ def profile_devices(
         prices = [node.price_per_hour / node.devices for node in nodes if node.price_per_hour is not None]
         if price_per_device_hour is not None:
             prices = [price_per_device_hour] * devices
-        priced = point is not None and len(prices) == devices
-        dollars = math.fsum(prices) * point.time_seconds / 3600 if point and priced else None
+        dollars = math.fsum(prices) * point.time_seconds / 3600 if point and len(prices) == devices else None
         rows.append(ProfileRow(devices, point, dollars))
     return tuple(rows)
 

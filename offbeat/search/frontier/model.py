@@ -1,7 +1,7 @@
 """Frontier: the non-dominated (time, memory) points of a search, each with a strategy → the one that fits a budget."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Literal
 
@@ -80,12 +80,7 @@ class Frontier:
         return self.points[best] if len(self.points) > 2 and below[best] > 1e-12 else self.points[-1]
 
     def to_json(self) -> bytes:
-        points = [
-            {field.name: getattr(point, field.name) for field in fields(point)}
-            | {"strategy": None if point.strategy is None else orjson.loads(point.strategy.to_json())}
-            for point in self.points
-        ]
-        return orjson.dumps({"format": 1, "points": points})
+        return orjson.dumps(_File(1, self.points), default=lambda strategy: orjson.loads(strategy.to_json()))
 
     @staticmethod
     def from_json(content: bytes | str, origin: str = "frontier") -> "Frontier":

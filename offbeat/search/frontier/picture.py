@@ -18,10 +18,10 @@ from offbeat.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 84, 168, 36, 56
-_LINES: tuple[tuple[str, str, str, str], ...] = (
+_LINES = (
     ("time_seconds", "frontier", "#1b6ca8", ""),
-    ("compute_seconds", "of it compute", "#3a9d5d", "2 4"),
-    ("network_seconds", "of it network", "#c8553d", "2 4"),
+    ("compute_seconds", "of it compute", "#3a9d5d", ' stroke-dasharray="2 4"'),
+    ("network_seconds", "of it network", "#c8553d", ' stroke-dasharray="2 4"'),
 )
 _MARKS = ("#7a4fa3", "#b8860b", "#444444", "#c2185b", "#00838f", "#5d4037")
 
@@ -53,9 +53,8 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None, t
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title or "Memory and time of one training step")}</text>',
         *_axes([p.memory_bytes for p in every], shown_seconds, across, up),
     ]
-    for row, (name, label, colour, dashes) in enumerate(_LINES):
+    for row, (name, label, colour, dashed) in enumerate(_LINES):
         places = [(across(p.memory_bytes), up(max(getattr(p, name), longest / 1e4))) for p in frontier.points]
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>')
         parts += _entry(row, label, f'<path d="M0 0h18" stroke="{colour}" stroke-width="2"{dashed}/>')
@@ -85,13 +84,9 @@ def _axes(memory: list[float], seconds: list[float], across: Scale, up: Scale) -
         y = up(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="black"/>')
         parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{format_seconds(value)}</text>')
-    middle = (LEFT + right) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 14}" text-anchor="middle">memory of each device (log)</text>')
-    parts.append(
-        f'<text transform="translate(16 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
-        "time per step (log)</text>"
-    )
-    return parts
+    below, beside = f'x="{(LEFT + right) / 2}" y="{HEIGHT - 14}"', f"translate(16 {(TOP + bottom) / 2}) rotate(-90)"
+    parts.append(f'<text {below} text-anchor="middle">memory of each device (log)</text>')
+    return [*parts, f'<text transform="{beside}" text-anchor="middle">time per step (log)</text>']
 
 
 def _scale(values: list[float], low: float, high: float) -> Scale:

@@ -22,24 +22,25 @@ two objectives). Replacing k by k' then never makes a strategy worse, so no poin
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.compiled import compiled
-from offbeat.search.frontier.algebra import Combiner, Floats, Table, frontier_reduce, table_of
+from offbeat.search.frontier.algebra import Combiner, Floats, frontier_reduce, table_of
 from offbeat.search.frontier.eliminate import Elimination
 
 WEIGHTS = (0.5, 0.0, 0.2, 0.8, 1.0)
 """Shares of memory in the decisions of heuristic elimination, one run each."""
 _DROPPING_ROUNDS = 4
-_REMEMBERED = 256
 Edges = Mapping[tuple[int, int], Floats]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +51,6 @@ class Tracked:
     """(P, 2) memory and time, by memory strictly upwards and so by time strictly downwards."""
     choices: NDArray[np.int64]
     """(P, n) the configuration of each operator at each point."""
-    lossless: bool = True
-    """No point was dropped and nothing was decided early, so this is the exact frontier."""
 
 
 def track(ops: Sequence[Floats], edges: Edges, *, cap: int = 256, threads: int | None = None) -> Tracked:
@@ -62,28 +61,24 @@ def track(ops: Sequence[Floats], edges: Edges, *, cap: int = 256, threads: int |
     does not change the result."""
     workers = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     useful = useful_configurations(ops, edges)
-    tables: dict[object, Table] = {}
-    op_tables = [_interned(costs[kept], tables) for costs, kept in zip(ops, useful, strict=True)]
-    edge_tables = {(i, j): _interned(costs[np.ix_(useful[i], useful[j])], tables) for (i, j), costs in edges.items()}
+    interned = _remembered(table_of)
+    op_tables = [interned(costs[kept]) for costs, kept in zip(ops, useful, strict=True)]
+    edge_tables = {(i, j): interned(costs[np.ix_(useful[i], useful[j])]) for (i, j), costs in edges.items()}
     found: list[NDArray[np.int64]] = []
-    lossless = True
     with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         combiner = Combiner(cap, workers, pool)
         for weight in WEIGHTS:
             run = Elimination(op_tables, edge_tables, combiner, weight)
             result = run.run()
             chosen = run.choices(result)
-            rows = np.empty((len(result.table.memory), len(ops)), np.int64)
-            for node, kept in enumerate(useful):
-                rows[:, node] = kept[chosen[node]]
-            found.append(rows)
-            lossless = lossless and not result.table.thinned and not run.fixed
+            rows = [kept[chosen[node]] for node, kept in enumerate(useful)]
+            found.append(np.array(rows, np.int64).reshape(len(ops), len(result.table.memory)).T)
             if not run.fixed:
                 break
     choices = np.concatenate(found)
     points = total_costs(ops, edges, choices)
     best = frontier_reduce(points)
-    return Tracked(points[best], choices[best], lossless)
+    return Tracked(points[best], choices[best])
 
 
 def total_costs(ops: Sequence[Floats], edges: Edges, choices: NDArray[np.int64]) -> Floats:
@@ -96,36 +91,40 @@ def total_costs(ops: Sequence[Floats], edges: Edges, choices: NDArray[np.int64])
     return total
 
 
-def _interned(costs: Floats, tables: dict[object, Table]) -> Table:
-    """The table of these costs, one for all that are equal."""
-    key = _content(costs)
-    if key not in tables:
-        tables[key] = table_of(costs)
-    return tables[key]
+def _remembered(function: Callable[[Floats], T]) -> Callable[[Floats], T]:
+    """The function, called once for all costs that are equal."""
+    known: dict[object, T] = {}
 
+    def call(costs: Floats) -> T:
+        key = costs.shape, blake2b(np.ascontiguousarray(costs).data).digest()
+        if key not in known:
+            known[key] = function(costs)
+        return known[key]
 
-def _content(costs: Floats) -> tuple[object, ...]:
-    return costs.shape, blake2b(np.ascontiguousarray(costs).data).digest()
+    return call
 
 
 def useful_configurations(ops: Sequence[Floats], edges: Edges) -> list[NDArray[np.int64]]:
     """Indices of the configurations to keep, for each operator."""
     kept = [np.arange(len(costs)) for costs in ops]
-    incident: list[list[tuple[int, int]]] = [[] for _ in ops]
+    incident: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for pair in edges:
-        incident[pair[0]].append(pair)
-        incident[pair[1]].append(pair)
-    gaps: dict[object, Floats] = {}
+        for end in pair:
+            incident[end].append(pair)
     pending = set(range(len(ops)))
     for _ in range(_DROPPING_ROUNDS):
         touched: set[int] = set()
+        least_gap = _remembered(_least_gap)
         for node in sorted(pending):
             own = ops[node][kept[node]]
             gap = own[:, None, :] - own[None, :, :]
             for i, j in incident[node] if len(own) > 1 else ():
                 edge = edges[i, j][np.ix_(kept[i], kept[j])]
-                gap = gap + _remembered_gap(edge if i == node else edge.transpose(1, 0, 2), gaps)
-            alive = _undominated(gap)
+                gap = gap + least_gap(edge if i == node else edge.transpose(1, 0, 2))
+            no_better = (gap >= 0.0).all(axis=2) & ~np.eye(len(own), dtype=bool)
+            alive = np.ones(len(own), bool)
+            for k, others in enumerate(no_better):
+                alive[k] = not (others & alive).any()
             if not alive.all():
                 kept[node] = kept[node][alive]
                 touched.update(end for pair in incident[node] for end in pair if end != node)
@@ -133,34 +132,6 @@ def useful_configurations(ops: Sequence[Floats], edges: Edges) -> list[NDArray[n
     return kept
 
 
-def _remembered_gap(edge: Floats, known: dict[object, Floats]) -> Floats:
-    key = _content(edge)
-    if key not in known:
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        known[key] = _least_gap(np.ascontiguousarray(edge))
-    return known[key]
-
-
-@compiled(nogil=True)
-def _least_gap(edge):
+def _least_gap(edge: Floats) -> Floats:
     """(K, K, 2): the least of edge[k, s] − edge[k', s] over all s."""
-    size, others, _ = edge.shape
-    gap = np.full((size, size, 2), np.inf)
-    for k in range(size):
-        for other in range(size):
-            for s in range(others):
-                for cost in range(2):
-                    gap[k, other, cost] = min(gap[k, other, cost], edge[k, s, cost] - edge[other, s, cost])
-    return gap
-
-
-@compiled(nogil=True)
-def _undominated(gap):
-    alive = np.ones(len(gap), np.bool_)
-    for k in range(len(gap)):
-        for other in range(len(gap)):
-            if other != k and alive[other] and gap[k, other, 0] >= 0.0 and gap[k, other, 1] >= 0.0:
-                alive[k] = False
-                break
-    return alive
+    return np.stack([(costs - edge).min(axis=1) for costs in edge])

@@ -12,9 +12,10 @@ Operators that no trainable tensor reaches (masks, positions, counters) are comp
 Steps of an unrolled recurrence, which are equal operators on the same variables, share one unit and one configuration.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import gcd
 
 from offbeat.graph.model import ModelGraph, Operator
@@ -53,17 +54,17 @@ class Rule:
     def relabelled(self, new: Sequence[int]) -> "Rule":
         """The same rule with each label replaced by `new[label]`; -1 leaves its axes whole."""
 
-        def renamed(maps: Iterable[Map]) -> tuple[Map, ...]:
-            return tuple(tuple(new[label] if label >= 0 else -1 for label in labels) for labels in maps)
+        def renamed(labels: Iterable[int]) -> Map:
+            return tuple(new[label] if label >= 0 else -1 for label in labels)
 
         return replace(
             self,
-            inputs=renamed(self.inputs),
-            variables=renamed(self.variables),
-            outputs=renamed(self.outputs),
-            sums=frozenset(new[label] for label in self.sums) - {-1},
-            data=tuple((shape, renamed([labels])[0]) for shape, labels in self.data),
-            statistics=frozenset(new[label] for label in self.statistics) - {-1},
+            inputs=tuple(map(renamed, self.inputs)),
+            variables=tuple(map(renamed, self.variables)),
+            outputs=tuple(map(renamed, self.outputs)),
+            sums=frozenset(renamed(self.sums)) - {-1},
+            data=tuple((shape, renamed(labels)) for shape, labels in self.data),
+            statistics=frozenset(renamed(self.statistics)) - {-1},
         )
 
 
@@ -156,25 +157,24 @@ class Units:
 def rule_of(operator: Operator, graph: ModelGraph, weights: frozenset[str] = frozenset()) -> Rule:
     """The rule of a forward operator; `weights` are the operators that only view or copy variables."""
     found = captured_axes(operator, graph, weights)
-    inputs = [graph.operator(name).outputs[0].shape for name in operator.inputs]
-    variables = [graph.variable(name).shape for name in operator.variables]
-    tensors = [*inputs, *variables, *(tensor.shape for tensor in graph.inputs)]
-    maps = [[-1] * len(shape) for shape in tensors]
-    results = [[-1] * len(tensor.shape) for tensor in operator.outputs]
+    shapes = [graph.operator(name).outputs[0].shape for name in operator.inputs]
+    shapes += [graph.variable(name).shape for name in operator.variables]
+    maps = [[-1] * len(shape) for shape in (*shapes, *(t.shape for t in (*graph.inputs, *operator.outputs)))]
     for label, axis in enumerate(found.axes):
-        for labels, split in zip((*maps, *results), (*axis.inputs, *axis.outputs), strict=True):
+        for labels, split in zip(maps, (*axis.inputs, *axis.outputs), strict=True):
             if split >= 0:
                 labels[split] = label
-    read = [tuple(labels) for labels in maps]
-    first = len(inputs) + len(variables)
+    rest = iter([tuple(labels) for labels in maps])
+    groups = operator.inputs, operator.variables, graph.inputs, operator.outputs
+    inputs, variables, data, outputs = (tuple(islice(rest, len(group))) for group in groups)
     name = operator.target.split(".")[1] if "." in operator.target else operator.target
     return Rule(
         sizes=tuple(gcd(axis.length, *axis.even) for axis in found.axes),
-        inputs=tuple(read[: len(inputs)]),
-        variables=tuple(read[len(inputs) : first]),
-        outputs=tuple(tuple(labels) for labels in results),
+        inputs=inputs,
+        variables=variables,
+        outputs=outputs,
         sums=frozenset(label for label, axis in enumerate(found.axes) if axis.outputs[0] == SUM),
-        data=tuple((tensors[first + place], read[first + place]) for place in sorted(found.data)),
+        data=tuple((graph.inputs[place].shape, data[place]) for place in sorted(found.data)),
         statistics=frozenset(label for label, axis in enumerate(found.axes) if axis.statistics),
         statistics_elements=max((axis.statistics for axis in found.axes), default=0),
         note="" if found.known else f"{name} has no sharding rule and stays whole",
@@ -266,11 +266,10 @@ class _Grouping:
 def _finish(unit: Unit) -> None:
     """Drops labels that cannot be split, or that one tensor carries twice, and numbers the others from 0."""
     roots = [unit.find(label) for label in range(len(unit.sizes))]
-    for member in unit.members:
-        for labels in member.rule.maps:
-            for root, count in Counter(roots[label] for label in labels if label >= 0).items():
-                if count > 1:
-                    unit.sizes[root] = 1
+    for labels in (labels for member in unit.members for labels in member.rule.maps):
+        for root, count in Counter(roots[label] for label in labels if label >= 0).items():
+            if count > 1:
+                unit.sizes[root] = 1
     kept = [label for label, size in enumerate(unit.sizes) if roots[label] == label and size > 1]
     number = {label: index for index, label in enumerate(kept)}
     unit.sizes = [unit.sizes[label] for label in kept]
@@ -288,18 +287,15 @@ def _shared(graph: ModelGraph, grouping: _Grouping) -> Units:
     merged: dict[tuple[object, ...], int] = {}
     template = list(range(len(units)))
     """For each unit the first that is equal to it, or itself."""
-    known: dict[tuple[object, ...], int] = {}
     operators = ([member.operator for member in unit.members] for unit in units)
-    alike = (tuple((op.module, op.target, op.outputs, op.variables) for op in each) for each in operators)
-    signatures = [known.setdefault(each, len(known)) for each in alike]
+    signatures = [tuple((op.module, op.target, op.outputs, op.variables) for op in each) for each in operators]
     for index, unit in enumerate(units):
         sources = {place[n][0] for m in unit.members for n in m.operator.inputs if n in place}
         before = frozenset(template[s] for s in sources if signatures[s] != signatures[index])
         key = (signatures[index], frozenset() if unit.variables else before)
-        first = merged.setdefault(key, index)
-        template[index] = first
-        if first != index:
-            for member, same in zip(units[first].members, unit.members, strict=True):
+        template[index] = first = merged.setdefault(key, index)
+        for member, same in zip(units[first].members, unit.members, strict=True):
+            if member is not same:
                 member.repeats.append(same.operator.name)
     number = {index: position for position, index in enumerate(merged.values())}
     final = tuple(units[index] for index in merged.values())
@@ -313,7 +309,6 @@ def _flows(grouping: _Grouping, number: list[int]) -> list[Flow]:
     units, place = grouping.units, grouping.place
     seen: set[tuple[object, ...]] = set()
     counts: Counter[Flow] = Counter()
-    readers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for index, unit in enumerate(units):
         for reader, member in enumerate(unit.members):
             for name, taken in zip(member.operator.inputs, member.rule.inputs, strict=True):
@@ -327,9 +322,8 @@ def _flows(grouping: _Grouping, number: list[int]) -> list[Flow]:
                     kept = min(source.operator.activation_bytes, spec.bytes)
                     ends = (number[where[0]], where[1], number[index], reader)
                     counts[Flow(*ends, spec.bytes, kept, given, taken)] += 1
-                    readers[ends[:2]].add(ends[2])
-    alone = {end for end, units_there in readers.items() if len(units_there) == 1}
-    return [replace(flow, count=n, single=(flow.source, flow.member) in alone) for flow, n in counts.items()]
+    readers = Counter(ends[:2] for ends in {(flow.source, flow.member, flow.target) for flow in counts})
+    return [replace(flow, count=n, single=readers[flow.source, flow.member] == 1) for flow, n in counts.items()]
 
 
 def _variable_flows(graph: ModelGraph, units: tuple[Unit, ...], owner: dict[str, int]) -> list[Flow]:
