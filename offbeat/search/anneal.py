@@ -33,20 +33,18 @@ def anneal(
     gradients: Gradients, start: Arrangement, *, seed: int = 0, rounds: int | None = None, deadline: float | None = None
 ) -> Arrangement:
     """The best arrangement met. With `rounds` the walk does not look at the clock, and so repeats exactly."""
-    best = start
     seconds, _, made, _ = gradients.run(start)
-    shortest = float(seconds * (1 + SLICE_PENALTY * made))
+    best, shortest = start, float(seconds * (1 + SLICE_PENALTY * made))
     floor = bound(gradients, start.barrier) * (1 + _GAIN)
     idle = done = 0
     movable = bool((~gradients.forced).any() or gradients.sliceable.any())
+    allowed = (gradients.forced, gradients.sliceable, start.barrier)
     while movable and idle < _IDLE_ROUNDS and shortest > floor:
-        late = rounds is None and deadline is not None and time.monotonic() > deadline
-        if late or (rounds is not None and done >= rounds):
+        if done == rounds or (rounds is None and deadline is not None and time.monotonic() > deadline):
             break
         # Rounds differ in how far they stray: every third stays close to what is known.
         temperature = _TEMPERATURE * (1.0, 0.3, 0.03)[done % 3]
         present = (best.borders, best.parts, best.urgency)
-        allowed = (gradients.forced, gradients.sliceable, best.barrier)
         number = (seed * 1_000_003 + done) % 2**32
         cost, borders, parts, urgency = _walk(gradients.arrays, present, allowed, number, temperature)
         done += 1
@@ -142,9 +140,7 @@ def _shift(borders: Any, parts: Any, forced: Any, unit: int) -> None:
     head = _head(borders, unit)
     if forced[head]:
         return
-    low = head - 1
-    while not borders[low]:
-        low -= 1
+    low = _head(borders, head - 1)
     high = head + 1
     while high < len(borders) and not borders[high]:
         high += 1

@@ -69,11 +69,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        return asdict(self) | {
-            "bound_seconds": self.bound_seconds,
-            "gain_over_ddp": self.gain_over_ddp,
-            "gain_over_next": self.gain_over_next,
-        }
+        derived = ("bound_seconds", "gain_over_ddp", "gain_over_next")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def text(self) -> str:
         """A few sentences for people."""
@@ -101,11 +98,8 @@ def explain(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, costs: 
     seconds = step_seconds(plan, costs)
     others = {name: predicted(build_strategy(name, graph, cluster)) for name in ("ddp", *BUILDERS)}
     nearest = min((name for name in others if name != strategy.name), key=lambda name: others[name])
-    decisions = [
-        Decision(name, what, without, without - seconds)
-        for name, what, changed in _undone(strategy, plan, costs)
-        for without in (predicted(changed),)
-    ]
+    undone = [(name, what, predicted(changed)) for name, what, changed in _undone(strategy, plan, costs)]
+    decisions = [Decision(name, what, without, without - seconds) for name, what, without in undone]
     return Explanation(
         strategy=strategy.name,
         step_seconds=seconds,
@@ -152,10 +146,6 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     ):
         if getattr(strategy, name) != none:
             yield "op_fusion" if name == "fusion" else name, what, strategy.model_copy(update={name: none})
-    yield from _undone_synchronisers(strategy, plan)
-
-
-def _undone_synchronisers(strategy: Strategy, plan: Plan) -> Iterator[tuple[str, str, Strategy]]:
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"
 
@@ -163,9 +153,9 @@ def _undone_synchronisers(strategy: Strategy, plan: Plan) -> Iterator[tuple[str,
             return Shard(group=shard.group) if shard.synchronizer == kind else shard
 
         yield f"synchronizer {kind}", what, _changed(strategy, reduced)
-    encoded = [m for m in plan.messages if m.encoder.name != "none"]
-    if encoded:
-        what = f"{len(encoded)} messages are encoded as {encoded[0].encoder.name}"
+    encoders = [m.encoder.name for m in plan.messages if m.encoder.name != "none"]
+    if encoders:
+        what = f"{len(encoders)} messages are encoded as {encoders[0]}"
         yield "encoder", what, _changed(strategy, lambda shard: shard.model_copy(update={"encoder": Encoder()}))
 
 

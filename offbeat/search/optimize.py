@@ -143,7 +143,7 @@ def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: S
             return min(fitting, key=lambda candidate: candidate.seconds)
         smaller = [candidate for candidate in made if candidate.peak_bytes < least.peak_bytes]
         current = sorted(smaller, key=lambda candidate: candidate.peak_bytes)[:2]
-        least = min([least, *current], key=lambda candidate: candidate.peak_bytes)
+        least = current[0] if current else least
     assert problem.memory_limit is not None
     raise OffbeatError(
         f"memory_limit: {format_bytes(problem.memory_limit)} is not enough for {problem.graph.name!r}: "
@@ -212,8 +212,7 @@ def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[t
                 options = {"bucket": bucket, "slice_bytes": slice_bytes}
                 yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
     yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
-    searched = optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
-    yield "searched", searched
+    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
     for bucket in BARRIER_BUCKETS:
-        strategy = build_strategy("ddp", graph, cluster, bucket=bucket, first_bucket=min(bucket, 2**20))
-        yield f"ddp {bucket // 1024} KiB", strategy
+        options = {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
+        yield f"ddp {bucket // 1024} KiB", build_strategy("ddp", graph, cluster, **options)

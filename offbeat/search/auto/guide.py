@@ -11,6 +11,7 @@ How many are enough is seen in benchmarks/ranking.py: a model fitted to ten tria
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from offbeat.search.auto.select import ranking_accuracy
 from offbeat.search.auto.store import Trial
 from offbeat.simulate import step_seconds
 from offbeat.simulate.learned.features import Encoded, Samples, TrainingSchedule, encode
-from offbeat.strategy import Strategy, check_fits
+from offbeat.strategy import Strategy
 
 if TYPE_CHECKING:
     from offbeat.simulate.learned.models import Kind
@@ -150,20 +151,22 @@ class Guide:
 
     def add_domain(self, graph: ModelGraph, cluster: ClusterSpec, trials: Sequence[Trial]) -> None:
         """Takes trials of another domain as a start (transfer)."""
-        usable = [trial for trial in trials if trial.usable and _fits(trial.strategy, graph, cluster)]
-        if self.simulator is None or len(usable) < 2:
-            return
         combined = self.name == "combined"
+        weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
+        found: list[Evidence] = []
+        for trial in trials:
+            # A store may hold trials of an earlier release, which told graphs apart in another way.
+            with suppress(StrategyError):
+                if trial.usable and self.simulator is not None:
+                    found.append(Evidence(lower(graph, cluster, trial.strategy), trial.took, weight))
+        if len(found) < 2:
+            return
+        if combined:
+            self._evidence += found[-_EARLIER:]
         known = self.costs or Costs()
         alike = Costs(straight=known.straight, portions=known.portions)
-        plans = [lower(graph, cluster, trial.strategy) for trial in usable]
-        took = [trial.took for trial in usable]
-        if combined:
-            weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
-            recent = list(zip(plans, took, strict=True))[-_EARLIER:]
-            self._evidence += [Evidence(plan, seconds, weight) for plan, seconds in recent]
         given: Any = {"replay": combined, "what_ifs": combined, "costs": alike, "coefficients": _coefficients(cluster)}
-        self.earlier.append(Samples([encode(plan, **given) for plan in plans], took))
+        self.earlier.append(Samples([encode(each.plan, **given) for each in found], [each.seconds for each in found]))
 
     def learn(self, trials: Sequence[Trial]) -> None:
         """Fits costs and the model to all trials so far: the model from scratch at first, then on from its state."""
@@ -201,16 +204,6 @@ class Guide:
 
 def _coefficients(cluster: ClusterSpec) -> Coefficients | None:
     """φ and δ from the cluster's measured collectives, if it has any."""
-    try:
+    with suppress(OffbeatError):
         return fit_coefficients(cluster)
-    except OffbeatError:
-        return None
-
-
-def _fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> bool:
-    """A store may hold trials of an earlier release, which told graphs apart in another way."""
-    try:
-        check_fits(strategy, graph, cluster)
-    except StrategyError:
-        return False
-    return True
+    return None

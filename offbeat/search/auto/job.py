@@ -50,9 +50,10 @@ class _Ended(BaseException):
 class Stopwatch:
     """Counts the steps of one trial and ends it in time, on all ranks after the same step."""
 
-    def __init__(self, task: dict[str, Any]) -> None:
+    def __init__(self, task: dict[str, Any], strategy: Strategy | None = None) -> None:
+        self.task, self.strategy = task, strategy
         self.warm_up, self.timed = int(task["warm_up"]), int(task["timed"])
-        self.early, self.limit = int(task["early_steps"]), task["stop_above_seconds"]
+        self.early, self.limit = int(task["early_steps"]), task.get("stop_above_seconds")
         self.marks: list[float] = []
         self.steal = CpuSteal()
         self.blocks: list[tuple[float, list[float]]] = []
@@ -74,6 +75,16 @@ class Stopwatch:
         if not self.blocks:
             return 0
         return self.timed * (len(self.blocks) - 1 - self.blocks.index(min(self.blocks))) + len(self._present())
+
+    def attach(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Distributes the model with the strategy under trial, and counts its steps from now on."""
+        assert self.strategy is not None
+        graph = ModelGraph.from_json(json.dumps(self.task["graph"]), origin=TASK)
+        cluster = ClusterSpec.model_validate_json(self.task["cluster"])
+        plan = lower(graph, cluster, self.strategy, rank=dist.get_rank())
+        engine = Runtime(model, optimizer, plan, timedelta(seconds=self.task["timeout_seconds"])).engine
+        self.finish, self.close = engine.drain, engine.detach
+        engine.step_hooks.append(self.after_step)
 
     def after_step(self) -> None:
         if self.warm_up > 0:
@@ -133,14 +144,10 @@ def main() -> None:
 
 def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | None) -> None:
     """One trial, from a model to a line of results."""
-    watch = Stopwatch(task)
-    alone = _Alone(watch)
+    watch = _Alone(task) if strategy is None else Stopwatch(task, strategy)
     error = ""
     try:
-        if strategy is None:
-            train(task, alone.attach)
-        else:
-            train(task, lambda model, optimizer: _distribute(task, strategy, watch, model, optimizer))
+        train(task, watch.attach)
     except _Ended:
         pass
     except OffbeatError as refusal:
@@ -151,10 +158,11 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
         if not watch.blocks:
             timed = max(0, len(watch.marks) - 1)
             error = f"the script ended after {timed} of {watch.timed} timed steps"
-    if error:
-        _report(task, {"status": "refused", "error": error, "steps": []})
-    else:
-        _report(task, alone.result() if strategy is None else watch.result())
+    if dist.get_rank() == 0:
+        # The file is the only thing a trial hands back, so that a script may print what it likes.
+        result = {"status": "refused", "error": error, "steps": []} if error else watch.result()
+        with open(task["results"], "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(result) + "\n")
     watch.finish()
     dist.barrier()
     # What a trial leaves open would slow the next one in these processes down.
@@ -172,22 +180,11 @@ def _join(task: dict[str, Any]) -> None:
         dist.init_process_group(trial_backend(), timeout=timedelta(seconds=task["timeout_seconds"]))
 
 
-def _distribute(
-    task: dict[str, Any], strategy: Strategy, watch: Stopwatch, model: torch.nn.Module, optimizer: Any
-) -> None:
-    graph = ModelGraph.from_json(json.dumps(task["graph"]), origin=TASK)
-    cluster = ClusterSpec.model_validate_json(task["cluster"])
-    plan = lower(graph, cluster, strategy, rank=dist.get_rank())
-    runtime = Runtime(model, optimizer, plan, timedelta(seconds=task["timeout_seconds"]))
-    watch.finish, watch.close = runtime.engine.drain, runtime.engine.detach
-    runtime.engine.step_hooks.append(watch.after_step)
-
-
-class _Alone:
+class _Alone(Stopwatch):
     """A replica that is trained without the others, for its graph and its compute times."""
 
-    def __init__(self, watch: Stopwatch) -> None:
-        self.watch = watch
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
         self.inputs: tuple[Any, ...] = ()
         self.forward: list[float] = []
         self.backward: list[float] = []
@@ -200,26 +197,22 @@ class _Alone:
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
         optimizer.register_step_pre_hook(lambda *_: self.backward.append(time.perf_counter() - self.ended))
-        optimizer.register_step_post_hook(lambda *_: self.watch.after_step())
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     def result(self) -> dict[str, Any]:
         """The graph with measured totals; only the timed steps count, as the first ones allocate and compile."""
-        last = len(self.forward) - self.watch.later
-        first = last - max(1, len(self.watch.steps))
-        return {
-            "status": "done",
-            "steps": self.watch.steps,
-            "graph": json.loads(self._graph().to_json()),
+        last = len(self.forward) - self.later
+        first = last - max(1, len(self.steps))
+        remove_forward_hooks(self.model)
+        try:
+            graph = capture(self.model, self.inputs, _first_scalar, optimizer=type(self.optimizer))
+        except CaptureError:
+            graph = skeleton(self.model)
+        return super().result() | {
+            "graph": json.loads(graph.to_json()),
             "forward_seconds": statistics.median(self.forward[first:last]),
             "backward_seconds": statistics.median(self.backward[first:last]),
         }
-
-    def _graph(self) -> ModelGraph:
-        remove_forward_hooks(self.model)
-        try:
-            return capture(self.model, self.inputs, _first_scalar, optimizer=type(self.optimizer))
-        except CaptureError:
-            return skeleton(self.model)
 
     def _before_forward(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self.inputs:
@@ -273,13 +266,6 @@ def _train_function(task: dict[str, Any], attach: Callable[..., None]) -> NoRetu
         loss = outputs if isinstance(outputs, torch.Tensor) and not outputs.dim() else _first_scalar(outputs)
         loss.backward()
         optimizer.step()
-
-
-def _report(task: dict[str, Any], result: dict[str, Any]) -> None:
-    """One line by rank 0; the file is the only thing a trial hands back, so that a script may print what it likes."""
-    if dist.get_rank() == 0:
-        with open(task["results"], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

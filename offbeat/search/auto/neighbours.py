@@ -17,7 +17,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.search.auto.sampler import COLLECTIVES, Choice, Configs, Sampler, config_of, regrouped, synchronizer_of
-from offbeat.strategy import Schedule, Shard, Strategy, build_strategy
+from offbeat.strategy import Shard, Strategy, build_strategy
 from offbeat.strategy.model import SERVERS
 
 _VARIATIONS = ("schedule", "groups", "synchronizer", "partition", "servers")
@@ -93,7 +93,9 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
     for _ in range(1 + int(random.random() < _SECOND_CHANGE)):
         match _VARIATIONS[int(random.choice(len(_VARIATIONS), p=_OFTEN))]:
             case "schedule":
-                schedule = _changed_schedule(sampler, schedule)
+                drawn, fields = sampler.schedule(), ("policy", "slice_bytes", "in_flight", "mode")
+                chosen = fields[int(random.integers(len(fields)))]
+                schedule = schedule.model_copy(update={chosen: getattr(drawn, chosen)})
             case "groups":
                 configs = _changed_groups(sampler, configs)
             case "servers":
@@ -103,13 +105,6 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
             case what:
                 configs = _changed_variables(sampler, configs, what)
     return sampler.strategy(configs, schedule)
-
-
-def _changed_schedule(sampler: Sampler, schedule: Schedule) -> Schedule:
-    drawn = sampler.schedule()
-    fields = ("policy", "slice_bytes", "in_flight", "mode")
-    chosen = fields[int(sampler.random.integers(len(fields)))]
-    return schedule.model_copy(update={chosen: getattr(drawn, chosen)})
 
 
 def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs:

@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,21 +51,23 @@ class Meeting:
         return f"{self.address}:{self.port}"
 
 
-class LeadNode:
+class LeadNode(AbstractContextManager["LeadNode"]):
     """Node 0's view of all nodes: a place to run trials. Use it in a `with` block, or close it."""
 
     def __init__(self, meeting: Meeting, ranks: int) -> None:
         self.meeting = meeting
         self.store = _meet(meeting)
         self.jobs = 0
+        self.ranks = [ranks]
         try:
-            self.ranks = [ranks, *(self._joined(node) for node in range(1, meeting.nodes))]
+            for node in range(1, meeting.nodes):
+                if not self._comes(f"joined/{node}", meeting.join_seconds):
+                    late = f"did not come to {meeting.place} within {meeting.join_seconds:g} s"
+                    raise OffbeatError(f"node {node} of {meeting.nodes} {late}")
+                self.ranks.append(int(self.store.get(f"joined/{node}")))
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "LeadNode":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -82,14 +85,12 @@ class LeadNode:
 
     def close(self) -> None:
         """Sends the followers home; those that are still there get a moment to hear it."""
-        try:
+        # The store is this process's own; where it is gone there is nobody to tell.
+        with suppress(RuntimeError):
             self.store.set("home", "1")
             for node in range(1, self.meeting.nodes):
                 if self.store.check([f"joined/{node}"]):
                     self._comes(f"left/{node}", 2 * GRACE_SECONDS)
-        except RuntimeError:
-            # The store is this process's own; where it is gone there is nobody to tell.
-            return
 
     def run(
         self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
@@ -116,19 +117,12 @@ class LeadNode:
             self.store.set(f"over/{number}", "1")
             raise
         for node in range(1, self.meeting.nodes):
-            ends += self._report(number, node)
+            if not self._comes(f"report/{number}/{node}", ANSWER_SECONDS):
+                raise OffbeatError(f"node {node} has not answered for {ANSWER_SECONDS:g} s")
+            ends += [RankEnd(**end) for end in json.loads(self.store.get(f"report/{number}/{node}"))]
         if check:
             require_success(ends)
         return ends
-
-    def _joined(self, node: int) -> int:
-        """How many ranks a node brings, once it is there."""
-        seconds = self.meeting.join_seconds
-        if not self._comes(f"joined/{node}", seconds):
-            raise OffbeatError(
-                f"node {node} of {self.meeting.nodes} did not come to {self.meeting.place} within {seconds:g} s"
-            )
-        return int(self.store.get(f"joined/{node}"))
 
     def _comes(self, key: str, seconds: float) -> bool:
         """Waits so long for a key."""
@@ -155,40 +149,26 @@ class LeadNode:
                 return True
             time.sleep(POLL_SECONDS)
 
-    def _report(self, number: int, node: int) -> list[RankEnd]:
-        if not self._comes(f"report/{number}/{node}", ANSWER_SECONDS):
-            raise OffbeatError(f"node {node} has not answered for {ANSWER_SECONDS:g} s")
-        return [RankEnd(**end) for end in json.loads(self.store.get(f"report/{number}/{node}"))]
-
 
 def follow(meeting: Meeting, ranks: int) -> int:
     """What every other node does until the leader's search is over; how many jobs it took part in."""
-    store = _meet(meeting)
+    store, node = _meet(meeting), meeting.node_rank
     jobs = 0
     try:
-        store.set(f"joined/{meeting.node_rank}", str(ranks))
+        store.set(f"joined/{node}", str(ranks))
         try:
-            while (order := _next_order(store, jobs)) is not None:
-                ends = _take_part(store, order, jobs, meeting.node_rank, ranks)
-                store.set(f"report/{jobs}/{meeting.node_rank}", json.dumps([asdict(end) for end in ends]))
+            while (ordered := store.check([f"order/{jobs}"])) or not store.check(["home"]):
+                if not ordered:
+                    time.sleep(_FOLLOW_SECONDS)
+                    continue
+                ends = _take_part(store, json.loads(store.get(f"order/{jobs}")), jobs, node, ranks)
+                store.set(f"report/{jobs}/{node}", json.dumps([asdict(end) for end in ends]))
                 jobs += 1
         finally:
-            store.set(f"left/{meeting.node_rank}", "1")
+            store.set(f"left/{node}", "1")
     except RuntimeError as error:
-        raise OffbeatError(
-            f"node {meeting.node_rank}: node 0 at {meeting.place} is gone ({_first_line(error)})"
-        ) from None
+        raise OffbeatError(f"node {node}: node 0 at {meeting.place} is gone ({_first_line(error)})") from None
     return jobs
-
-
-def _next_order(store: "Store", number: int) -> dict[str, Any] | None:
-    """The order of that number once it is there; None when the search has ended."""
-    while not store.check([f"order/{number}"]):
-        if store.check(["home"]):
-            return None
-        time.sleep(_FOLLOW_SECONDS)
-    order: dict[str, Any] = json.loads(store.get(f"order/{number}"))
-    return order
 
 
 def _take_part(store: "Store", order: dict[str, Any], number: int, node: int, ranks: int) -> list[RankEnd]:
@@ -199,9 +179,8 @@ def _take_part(store: "Store", order: dict[str, Any], number: int, node: int, ra
             path = Path(folder) / "task.json"
             path.write_text(order["task"])
             env[TASK] = str(path)
-        first = order["first"][node]
-        address, port = order["master"]
-        with LocalJob(order["program"], range(first, first + ranks), order["world"], (address, port), env) as job:
+        mine = range(order["first"][node], order["first"][node] + ranks)
+        with LocalJob(order["program"], mine, order["world"], tuple(order["master"]), env) as job:
             while job.poll() and not store.check([f"over/{number}"]):
                 time.sleep(_FOLLOW_SECONDS)
             late = store.check([f"over/{number}"]) and store.get(f"over/{number}") == b"late"

@@ -25,6 +25,9 @@ from numpy.random import Generator
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, Variable
+from offbeat.graph.model import ITEM_BYTES
+from offbeat.plan import Piece
+from offbeat.plan.messages import boxes
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, check_fits
 from offbeat.strategy.model import SERVERS, Synchronizer
 
@@ -69,6 +72,8 @@ class Sampler:
         self.graph, self.cluster, self.space = graph, cluster, space or Space()
         self.random = np.random.default_rng(seed)
         self.variables = graph.gradient_order
+        self.node_ranks = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
+        self.node_servers = tuple(ranks[0] for ranks in self.node_ranks)
         if not self.variables:
             raise OffbeatError(f"graph {graph.name!r}: no variable gets a gradient, so there is nothing to synchronise")
 
@@ -114,50 +119,54 @@ class Sampler:
         for variable in self.variables:
             config, choice = configs.get(variable.name), choices.get(variable.name)
             if choice is not None and choice.synchronizer in SERVERS:
-                free += [(variable.name, size) for size in _shard_bytes(variable, choice.partition)]
+                whole = VariableConfig(partition=choice.partition)
+                free += [(variable.name, size) for size in _shard_bytes(variable, whole)]
             elif choice is None and config is not None:
-                for index, size in enumerate(_shard_bytes(variable, config.partition)):
+                for index, size in enumerate(_shard_bytes(variable, config)):
                     held[config.shard(index).owner] += size
         loads = [float(held[rank]) for rank in servers]
-        found = balance_loads([size for _, size in free], self._bandwidths(servers), self.random, loads)
+        # Servers of one node share its interface.
+        nodes = [self.cluster.node_of(rank) for rank in servers]
+        bandwidths = [self.cluster.node_bandwidth(node) / nodes.count(node) for node in nodes]
+        found = balance_loads([size for _, size in free], bandwidths, self.random, loads)
         shards: dict[str, list[Shard]] = defaultdict(list)
         for (name, _), owner in zip(free, found, strict=True):
             kind = choices[name].synchronizer
             via = stations if kind == "parameter_server" else ()
             shards[name].append(Shard(synchronizer=kind, placement=(servers[owner],), stations=via))
-        made = {
+        return configs | {
             name: config_of(choice.partition, shards.get(name) or [Shard(synchronizer=choice.synchronizer)])
             for name, choice in choices.items()
         }
-        return configs | made
 
     def grouped(self, configs: Configs, groups: int) -> Configs:
         """Algorithm 2 for all collective shards; `gradient_order` is from the loss to the input."""
-        sized = [
-            (variable.name, index, size)
+        sizes = {
+            (variable.name, index): size
             for variable in self.variables
             if configs[variable.name].shards[0].synchronizer in COLLECTIVES
-            for index, size in enumerate(_shard_bytes(variable, configs[variable.name].partition))
-        ][::-1]
-        merged = merge_adjacent([size for _, _, size in sized], groups)
-        return regrouped(configs, {(name, i): group for (name, i, _), group in zip(sized, merged, strict=True)})
+            for index, size in enumerate(_shard_bytes(variable, configs[variable.name]))
+        }
+        shards = list(sizes)[::-1]
+        merged = merge_adjacent([sizes[shard] for shard in shards], groups)
+        return regrouped(configs, dict(zip(shards, merged, strict=True)))
 
     def choice(self, variable: Variable, synchronizer: Synchronizer) -> Choice:
         """The synchroniser with a partition drawn for it."""
         space, random = self.space, self.random
         chance = random.random()
-        axes = [axis for axis, length in enumerate(variable.shape) if length > 1]
-        if synchronizer in ("sparse_all_gather", "sparse_parameter_server"):
-            axes = [axis for axis in axes if axis == 0]
+        rows_only = synchronizer in ("sparse_all_gather", "sparse_parameter_server")
+        axes = [axis for axis, length in enumerate(variable.shape[:1] if rows_only else variable.shape) if length > 1]
         spared = variable.bytes <= space.large_bytes and chance >= space.partition_share
         if not axes or spared or variable.bytes < space.small_bytes:
             return Choice(synchronizer)
         # Rows lie together in memory, so axis 0 is what every system cuts; others are worth a try now and then.
         axis = axes[0] if random.random() < 0.8 else int(random.choice(axes))
         most = min(space.max_shards, variable.shape[axis])
-        parts = int(random.integers(2, most + 1)) if most >= 2 else 1
-        cuts = tuple(parts if position == axis else 1 for position in range(len(variable.shape)))
-        return Choice(synchronizer, cuts if parts > 1 else ())
+        if most < 2:
+            return Choice(synchronizer)
+        parts = int(random.integers(2, most + 1))
+        return Choice(synchronizer, tuple(parts if each == axis else 1 for each in range(len(variable.shape))))
 
     def schedule(self) -> Schedule:
         space, random = self.space, self.random
@@ -172,22 +181,11 @@ class Sampler:
         """The ranks that may be servers: one of each node, or all."""
         return self.node_servers if self.random.random() < 0.5 else tuple(range(self.cluster.world_size))
 
-    @property
-    def node_servers(self) -> tuple[int, ...]:
-        return tuple(self.cluster.ranks_of(node)[0] for node in range(len(self.cluster.nodes)))
-
     def stations(self) -> tuple[int, ...]:
         """None, or one on each node with several replicas, which then reduce among themselves first."""
         if self.random.random() >= 0.5:
             return ()
-        ranks = [self.cluster.ranks_of(node) for node in range(len(self.cluster.nodes))]
-        return tuple(members[0] for members in ranks if len(members) > 1)
-
-    def _bandwidths(self, ranks: Sequence[int]) -> list[float]:
-        """Bytes per second of each server; those of one node share its interface."""
-        nodes = [self.cluster.node_of(rank) for rank in ranks]
-        sharing = Counter(nodes)
-        return [self.cluster.node_bandwidth(node) / sharing[node] for node in nodes]
+        return tuple(ranks[0] for ranks in self.node_ranks if len(ranks) > 1)
 
     def distinct(self, count: int, draw: Callable[[], Strategy], seen: Sequence[str] = ()) -> list[Strategy]:
         """Up to `count` different strategies, none with one of the digests that were `seen`."""
@@ -256,12 +254,6 @@ def synchronizer_of(variable: Variable, served: bool, collective: Synchronizer) 
     return "parameter_server" if served else collective
 
 
-def _shard_bytes(variable: Variable, partition: tuple[int, ...]) -> list[int]:
-    """Bytes of each shard in row-major order, cut as evenly as whole elements allow."""
-    sizes = [variable.bytes // max(1, variable.elements)] if variable.elements else [0]
-    if not partition:
-        return [variable.bytes]
-    for length, parts in zip(variable.shape, partition, strict=True):
-        cuts = [length // parts + (part < length % parts) for part in range(parts)]
-        sizes = [size * cut for size in sizes for cut in cuts]
-    return sizes
+def _shard_bytes(variable: Variable, config: VariableConfig) -> list[int]:
+    """Bytes of each shard in row-major order."""
+    return [Piece(variable.name, box).elements * ITEM_BYTES[variable.dtype] for box in boxes(variable.shape, config)]

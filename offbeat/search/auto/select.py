@@ -74,15 +74,13 @@ def diverse_pick(
 ) -> list[int]:
     """Positions of `count` candidates by the greedy solution of Eq. 11, in the order in which they were picked."""
     guess = np.asarray(predicted, dtype=np.float64)
-    if not len(guess) or count < 1:
-        return []
-    score = guess / max(float(guess.min()), 1e-12)
+    score = guess / max(float(guess.min(initial=np.inf)), 1e-12)
     picked: list[int] = []
     likeness = np.zeros(len(guess))
     left = list(range(len(guess)))
     while left and len(picked) < count:
-        penalty = likeness / len(picked) if picked else likeness
-        best = min(left, key=lambda position: (score[position] + alpha * penalty[position], position))
+        cost = score + alpha * (likeness / max(1, len(picked)))
+        best = min(left, key=lambda position: cost[position])
         picked.append(best)
         left.remove(best)
         for position in left:

@@ -11,13 +11,13 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError, model_validator
+from pydantic import FiniteFloat, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from offbeat import files
@@ -120,6 +120,11 @@ class Domain:
     trials: int
 
     @property
+    def digests(self) -> tuple[str, str]:
+        """Of the graph and the cluster, which tell domains apart."""
+        return self.graph_digest, self.cluster_digest
+
+    @property
     def name(self) -> str:
         """A folder's name."""
         parts = (f"{self.model}-{self.cluster}"[:60], self.graph_digest[:8], self.cluster_digest[:8])
@@ -128,7 +133,7 @@ class Domain:
         return plain.lstrip(".") or "domain"
 
 
-class TrialStore:
+class TrialStore(AbstractContextManager["TrialStore"]):
     """The trials of any number of searches in one file. Use it in a `with` block, or close it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -141,9 +146,6 @@ class TrialStore:
                 self._connection.close()
                 raise
 
-    def __enter__(self) -> "TrialStore":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -154,26 +156,29 @@ class TrialStore:
         """Stores all of them for good or, if the process dies meanwhile, none.
 
         How many were new: a search keeps one trial of each strategy."""
-        rows = [(trial.strategy.digest, *_row(trial)) for trial in trials]
         with self._transaction():
             domain = self._domain_id(graph, cluster)
             before = self._connection.total_changes
             self._connection.executemany(
                 f"INSERT OR IGNORE INTO trials (domain, strategy_digest, {', '.join(_COLUMNS)}) "
-                f"VALUES ({domain}, ?{', ?' * len(_COLUMNS)})",
-                rows,
+                f"VALUES ({domain}, :digest, :{', :'.join(_COLUMNS)})",
+                [
+                    vars(trial)
+                    | {"strategy": trial.strategy.to_json(), "digest": trial.strategy.digest}
+                    | {"steps": json.dumps(trial.steps), "created": trial.created or time.time()}
+                    for trial in trials
+                ],
             )
             return self._connection.total_changes - before
 
     def update(self, graph: ModelGraph, cluster: ClusterSpec, trial: Trial) -> None:
         """Puts in what is known by now of a trial that this search has stored before."""
+        known = trial.status, trial.seconds, json.dumps(trial.steps)
         with self._transaction():
-            known = trial.status, trial.seconds, json.dumps(trial.steps)
-            where = self._domain_id(graph, cluster), trial.search, trial.source, trial.strategy.digest
             self._connection.execute(
                 "UPDATE trials SET status = ?, seconds = ?, steps = ? "
                 "WHERE domain = ? AND search = ? AND source = ? AND strategy_digest = ?",
-                (*known, *where),
+                (*known, self._domain_id(graph, cluster), trial.search, trial.source, trial.strategy.digest),
             )
 
     def trials(
@@ -204,14 +209,13 @@ class TrialStore:
         )
         for row in rows:
             if not all(isinstance(text, str) for text in row[:4]):
-                raise OffbeatError(
-                    f"{self.path}: not a trial store: the domain {quote(row[:4])} has a name that is no text"
-                )
+                problem = f"the domain {quote(row[:4])} has a name that is no text"
+                raise OffbeatError(f"{self.path}: not a trial store: {problem}")
         return [Domain(*row) for row in rows]
 
     def load_domain(self, domain: Domain) -> tuple[ModelGraph, ClusterSpec]:
         query = "SELECT graph, cluster FROM domains WHERE graph_digest = ? AND cluster_digest = ?"
-        rows = self._read(query, domain.graph_digest, domain.cluster_digest)
+        rows = self._read(query, *domain.digests)
         if not rows:
             raise OffbeatError(f"{self.path}: there is no domain {domain.name!r}")
         graph = ModelGraph.from_json(_unpacked(rows[0][0], self.path), origin=self.path)
@@ -244,7 +248,7 @@ class TrialStore:
             except OSError as error:
                 raise OffbeatError(f"{target}: cannot make the folder: {error.strerror}") from None
             graph, cluster = self.load_domain(domain)
-            lines = [_line(trial) for trial in self.trials(domain.graph_digest, domain.cluster_digest)]
+            lines = [_line(trial) for trial in self.trials(*domain.digests)]
             files.write_atomic(target / "graph.json", graph.to_json(), "model graph")
             files.write_atomic(target / "cluster.json", cluster.model_dump_json().encode(), "cluster")
             files.write_atomic(target / "trials.jsonl", "".join(lines).encode(), "trials")
@@ -261,7 +265,12 @@ class TrialStore:
         return sum(self.add(graph, cluster, *trials) for graph, cluster, trials in domains)
 
     def _prepare(self) -> None:
-        self._check_schema()
+        """Refuses a file with anything but a store's tables: a view or trigger of a hostile one could run for ever."""
+        self._connection.execute("PRAGMA trusted_schema = OFF")
+        known = {_plain(statement) for statement in _SCHEMA.split(";")}
+        for kind, name, statement in self._connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+            if statement is not None and _plain(str(statement)) not in known:
+                raise OffbeatError(f"{self.path}: not a trial store: it holds the {kind} {quote(name)}, which none has")
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Waits for the disk at every commit, so that a trial survives a power cut as well.
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -274,14 +283,6 @@ class TrialStore:
                 for statement in _SCHEMA.split(";"):
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
-
-    def _check_schema(self) -> None:
-        """Refuses a file with anything but a store's tables: a view or trigger of a hostile one could run for ever."""
-        self._connection.execute("PRAGMA trusted_schema = OFF")
-        known = {_plain(statement) for statement in _SCHEMA.split(";")}
-        for kind, name, statement in self._connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
-            if statement is not None and _plain(str(statement)) not in known:
-                raise OffbeatError(f"{self.path}: not a trial store: it holds the {kind} {quote(name)}, which none has")
 
     def _domain_id(self, graph: ModelGraph, cluster: ClusterSpec) -> int:
         keys = (graph.digest, cluster.digest)
@@ -321,12 +322,6 @@ class TrialStore:
             raise OffbeatError(f"{self.path}: cannot {what} the trial store: {said}") from None
 
 
-def _row(trial: Trial) -> tuple[Any, ...]:
-    values = {name: getattr(trial, name) for name in _COLUMNS}
-    values |= {"strategy": trial.strategy.to_json(), "steps": json.dumps(trial.steps)}
-    return tuple((values | {"created": trial.created or time.time()}).values())
-
-
 def _trial_of_row(row: tuple[Any, ...], origin: str) -> Trial:
     raw = dict(zip(_COLUMNS, row, strict=True))
     for name in ("steps", "strategy"):
@@ -335,7 +330,7 @@ def _trial_of_row(row: tuple[Any, ...], origin: str) -> Trial:
 
 
 def _line(trial: Trial) -> str:
-    content = {name: getattr(trial, name) for name in _COLUMNS} | {"strategy": json.loads(trial.strategy.to_json())}
+    content = vars(trial) | {"strategy": json.loads(trial.strategy.to_json())}
     return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -349,10 +344,8 @@ def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
 
 def _checked(raw: Any, origin: str) -> Trial:
     """A trial of values that may be anything; the error names `origin`."""
-    try:
+    with files.problems_named(f"{origin}: not a trial"):
         return TypeAdapter(Trial).validate_python(raw)
-    except ValidationError as error:
-        raise OffbeatError(f"{origin}: not a trial: {files.first_problem(error)}") from None
 
 
 def _text(value: Any, origin: str) -> str:
@@ -368,9 +361,8 @@ def _unpacked(packed: Any, origin: str) -> bytes:
     except (zlib.error, TypeError) as error:
         raise OffbeatError(f"{origin}: not a trial store: a model graph in it is damaged ({error})") from None
     if len(content) == files.MAX_BYTES:
-        raise OffbeatError(
-            f"{origin}: not a trial store: a model graph in it unpacks to {files.MAX_BYTES} bytes or more"
-        )
+        too_large = f"unpacks to {files.MAX_BYTES} bytes or more"
+        raise OffbeatError(f"{origin}: not a trial store: a model graph in it {too_large}")
     return content
 
 

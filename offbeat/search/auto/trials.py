@@ -119,7 +119,7 @@ class TrialRunner:
 
     def discover(self) -> ModelGraph:
         """The step's graph with measured compute times, from a run in which every rank trains alone."""
-        lines, ends = self._launch([], None, None, None)
+        lines, ends = self._launch([])
         found = lines[0] if lines else {}
         if found.get("status") != "done":
             said = found.get("error") or _failure(ends, self.options.timeout_seconds)[1]
@@ -134,7 +134,10 @@ class TrialRunner:
         tried = 0
         while tried < len(strategies):
             waiting = strategies[tried : tried + self.batch]
-            lines, ends = self._launch(waiting, graph, cluster, best_seconds)
+            task = {"graph": json.loads(graph.to_json()), "cluster": cluster.model_dump_json()}
+            if best_seconds is not None and self.options.stop_ratio is not None:
+                task["stop_above_seconds"] = self.options.stop_ratio * best_seconds
+            lines, ends = self._launch(waiting, **task)
             trials = [_trial(strategy, line) for strategy, line in zip(waiting, lines, strict=False)]
             if len(lines) < len(waiting):
                 status, error = _failure(ends, self.options.timeout_seconds * len(waiting))
@@ -144,36 +147,25 @@ class TrialRunner:
             tried += len(trials)
             yield from trials
 
-    def _launch(
-        self,
-        strategies: Sequence[Strategy],
-        graph: ModelGraph | None,
-        cluster: ClusterSpec | None,
-        best_seconds: float | None,
-    ) -> tuple[list[dict[str, Any]], Sequence[RankEnd]]:
-        options = self.options
-        ratio = options.stop_ratio
+    def _launch(self, strategies: Sequence[Strategy], **task: Any) -> tuple[list[dict[str, Any]], Sequence[RankEnd]]:
+        """Runs one job; the lines it wrote, and how its ranks ended. `task` says what only trials need."""
+        path = [entry for entry in sys.path if entry]
         with tempfile.TemporaryDirectory(prefix="offbeat-trial-") as folder:
-            here = Path(folder)
-            task = {
+            results, file = Path(folder) / "results.jsonl", Path(folder) / "task.json"
+            task |= asdict(self.options) | {
                 "target": self.target,
                 "arguments": list(self.arguments),
-                "path": [entry for entry in sys.path if entry],
+                "path": path,
                 "strategies": [json.loads(strategy.to_json()) for strategy in strategies],
-                "graph": None if graph is None else json.loads(graph.to_json()),
-                "cluster": None if cluster is None else cluster.model_dump_json(),
-                "results": str(here / "results.jsonl"),
-                "stop_above_seconds": None if ratio is None or best_seconds is None else ratio * best_seconds,
-                **asdict(options),
+                "results": str(results),
             }
-            (here / "task.json").write_text(json.dumps(task))
+            file.write_text(json.dumps(task))
             ends = self.machines.run(
                 list(JOB),
-                timeout=options.timeout_seconds * max(1, len(strategies)),
-                env={TASK: str(here / "task.json"), "PYTHONPATH": os.pathsep.join(task["path"])},
+                timeout=self.options.timeout_seconds * max(1, len(strategies)),
+                env={TASK: str(file), "PYTHONPATH": os.pathsep.join(path)},
                 check=False,
             )
-            results = here / "results.jsonl"
             text = files.read_bytes(results, "results").decode() if results.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")], ends
 

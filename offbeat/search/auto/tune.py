@@ -25,7 +25,7 @@ from offbeat.search.auto.guide import Guide, GuideName
 from offbeat.search.auto.neighbours import starting_strategies, vary
 from offbeat.search.auto.sampler import Sampler, Space
 from offbeat.search.auto.select import diverse_pick, elite, embedding_similarity, expression_similarity, fidelity_level
-from offbeat.search.auto.store import Domain, Trial, TrialStore
+from offbeat.search.auto.store import Trial, TrialStore
 from offbeat.simulate.learned.features import TrainingSchedule
 from offbeat.strategy import Strategy, transfer
 
@@ -193,28 +193,23 @@ class _Search:
 
     @property
     def baseline(self) -> float | None:
-        built = next((trial.seconds for trial in _fastest(self.trials, built=True)), None)
-        return built if self.options.baseline_seconds is None else self.options.baseline_seconds
+        if self.options.baseline_seconds is not None:
+            return self.options.baseline_seconds
+        return next((trial.seconds for trial in _fastest(self.trials, built=True)), None)
 
     @property
     def hit_rate(self) -> float:
         baseline = self.baseline
         if baseline is None or not self.trials:
             return math.nan
-        hits = sum(trial.status == "done" and trial.took < baseline for trial in self.trials)
-        return hits / len(self.trials)
+        return sum(trial.took < baseline for trial in _fastest(self.trials)) / len(self.trials)
 
     def start(self) -> None:
         """Builders and earlier trials, where the guide makes use of them."""
         if self.uses_neighbours:
             self.starts = starting_strategies(self.graph, self.cluster)
         if self.store is not None:
-            # The same model elsewhere, or another model here.
-            mine = {self.graph.digest, self.graph.name, self.cluster.digest}
-            domains = [d for d in self.store.domains() if {d.graph_digest, d.model, d.cluster_digest} & mine]
-            self._load_state(self.store, domains)
-            for domain in domains:
-                self._use_earlier(self.store, domain)
+            self._use_earlier(self.store)
         self.guide.learn(self.trials)
 
     def wants_more(self) -> bool:
@@ -231,8 +226,7 @@ class _Search:
         if self.starts and not self.trials:
             # Hand-made strategies are always measured: what is returned is no worse, and hits are counted.
             first = self._best_starts()[: max(1, 3 * count // 4)]
-            known = {strategy.digest for strategy in first}
-            chosen = [*first, *(strategy for strategy in chosen if strategy.digest not in known)][:count]
+            chosen = _distinct([*first, *chosen])[:count]
         if not chosen:
             raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
         predicted = self.guide.predict(chosen).tolist()
@@ -266,11 +260,14 @@ class _Search:
 
     def _best_starts(self) -> list[Strategy]:
         """The best predicted hand-made strategy of each builder, best first."""
-        order = np.argsort(self.guide.predict(self.starts), kind="stable")
         families: dict[str, Strategy] = {}
-        for position in order:
-            families.setdefault(self.starts[position].name, self.starts[position])
+        for strategy in self._ordered(self.starts):
+            families.setdefault(strategy.name, strategy)
         return list(families.values())
+
+    def _ordered(self, strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The fastest predicted one first."""
+        return [strategies[position] for position in np.argsort(self.guide.predict(strategies), kind="stable")]
 
     def _choose(self, count: int) -> list[Strategy]:
         candidates = self._candidates()
@@ -308,8 +305,8 @@ class _Search:
         """The candidates and, generation by generation, neighbours of the best predicted among them."""
         each = max(1, self.options.candidates // self.options.generations // _PARENTS)
         for _ in range(self.options.generations - 1):
-            order = np.argsort(self.guide.predict(candidates), kind="stable")[:_PARENTS]
-            near = [s for parent in order for s in vary(self.sampler, candidates[parent], each)]
+            parents = self._ordered(candidates)[:_PARENTS]
+            near = [strategy for parent in parents for strategy in vary(self.sampler, parent, each)]
             candidates = self._untried([*candidates, *near])
         return candidates
 
@@ -325,7 +322,7 @@ class _Search:
 
     def _untried(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         tried = {trial.strategy.digest for trial in self.trials}
-        return list({s.digest: s for s in strategies if s.digest not in tried}.values())
+        return [strategy for strategy in _distinct(strategies) if strategy.digest not in tried]
 
     def _record(self, trial: Trial) -> None:
         stored = replace(trial, search=self.options.search)
@@ -334,50 +331,52 @@ class _Search:
         self.trials.append(stored)
         if self.on_progress is None:
             return
-        spent = time.monotonic() - self.began
-        left = spent / (len(self.trials) - self.tried_before) * (self.options.trials - len(self.trials))
+        done, wanted, spent = len(self.trials), self.options.trials, time.monotonic() - self.began
+        left = spent / (done - self.tried_before) * (wanted - done)
         if self.options.time_limit_seconds is not None:
             left = min(left, max(0.0, self.options.time_limit_seconds - spent))
         accuracy = self.guide.accuracy(self.trials)
-        self.on_progress(
-            Progress(len(self.trials), self.options.trials, stored, self.best, self.hit_rate, accuracy, left)
-        )
+        self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
 
     def _stored(self) -> list[Trial]:
         """The trials of the search that is resumed."""
+        name, resume = self.options.search, self.options.resume
         if self.store is None:
-            if self.options.resume:
-                raise OffbeatError(f"resume: search {self.options.search!r} needs the trial store it was stored in")
+            if resume:
+                raise OffbeatError(f"resume: search {name!r} needs the trial store it was stored in")
             return []
-        known = self.store.trials(self.graph.digest, self.cluster.digest, search=self.options.search)
-        if known and not self.options.resume:
-            raise OffbeatError(
-                f"search {self.options.search!r} has {len(known)} trials already: resume it, or give another name"
-            )
+        known = self.store.trials(self.graph.digest, self.cluster.digest, search=name)
+        if known and not resume:
+            raise OffbeatError(f"search {name!r} has {len(known)} trials already: resume it, or give another name")
         return known
 
-    def _load_state(self, store: TrialStore, domains: Sequence[Domain]) -> None:
-        """Begins with a model that an earlier search trained: for this very domain, or for one that has most trials."""
-        simulator = self.guide.simulator
-        if simulator is not None:
-            for domain in sorted(domains, key=lambda each: (not self._is_mine(each), -each.trials)):
-                state = store.load_state(domain.graph_digest, domain.cluster_digest, simulator.kind)
-                if state is not None and self.guide.restore(state):
-                    return
+    def _use_earlier(self, store: TrialStore) -> None:
+        """Begins with what other searches left for the same model elsewhere, or for another model here.
 
-    def _is_mine(self, domain: Domain) -> bool:
-        return (domain.graph_digest, domain.cluster_digest) == (self.graph.digest, self.cluster.digest)
+        These are a trained simulator (of this very domain, or of the one with most trials), trials to learn from, and
+        strategies to begin with.
+        """
+        here = (self.graph.digest, self.cluster.digest)
+        known = {self.graph.digest, self.graph.name, self.cluster.digest}
+        domains = [d for d in store.domains() if {d.graph_digest, d.model, d.cluster_digest} & known]
+        for domain in sorted(domains, key=lambda each: (each.digests != here, -each.trials)):
+            state = self.guide.simulator and store.load_state(*domain.digests, self.guide.simulator.kind)
+            if state and self.guide.restore(state):
+                break
+        for domain in domains:
+            trials = store.trials(*domain.digests)
+            if domain.digests == here:
+                trials = [trial for trial in trials if trial.search != self.options.search]
+            if trials:
+                self.guide.add_domain(*store.load_domain(domain), trials)
+            if self.uses_neighbours:
+                moved = (transfer(t.strategy, self.graph, self.cluster) for t in _fastest(trials)[:_TRANSFERRED])
+                self.starts += [strategy for strategy in moved if strategy.variables]
 
-    def _use_earlier(self, store: TrialStore, domain: Domain) -> None:
-        """Trials of other searches: data for the simulator, and strategies to begin with."""
-        trials = store.trials(domain.graph_digest, domain.cluster_digest)
-        if self._is_mine(domain):
-            trials = [trial for trial in trials if trial.search != self.options.search]
-        if trials:
-            self.guide.add_domain(*store.load_domain(domain), trials)
-        if self.uses_neighbours:
-            moved = (transfer(t.strategy, self.graph, self.cluster) for t in _fastest(trials)[:_TRANSFERRED])
-            self.starts += [strategy for strategy in moved if strategy.variables]
+
+def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """Each strategy once, where it came first."""
+    return list({strategy.digest: strategy for strategy in strategies}.values())
 
 
 def _fastest(trials: Sequence[Trial], built: bool = False) -> list[Trial]:

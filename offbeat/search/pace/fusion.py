@@ -55,7 +55,7 @@ def balanced_fusion(sizes: Values, groups: int) -> list[list[int]]:
 
     Exact. Of several solutions it gives the paper's: the shortest first group, then the paper's solution of the rest.
     """
-    edges = _prefix(np.asarray(sizes, np.float64))
+    edges = np.append(0.0, np.cumsum(np.asarray(sizes, np.float64)))
     borders = _balanced_borders(edges, _max_min_sizes(edges, groups), groups)
     return _runs(borders, np.arange(len(sizes)))
 
@@ -90,7 +90,7 @@ def search_fusion(ready: Values, sizes: Values, tail: Values, seconds_per_byte: 
 def _balanced_groupings(chain: _Chain, sizes: Floats) -> list[NDArray[np.bool_]]:
     """Borders of the best few results of MaxMinSize over the number of groups, best first."""
     limit = min(len(sizes), _MOST_GROUPS)
-    edges = _prefix(sizes)
+    edges = np.append(0.0, np.cumsum(sizes))
     table = _max_min_sizes(edges, limit)
     candidates = [_balanced_borders(edges, table, groups) for groups in range(1, limit + 1)]
     if len(sizes) > limit:
@@ -102,7 +102,7 @@ def _balanced_groupings(chain: _Chain, sizes: Floats) -> list[NDArray[np.bool_]]
             break
         jobs = _fuse(chain, candidates[index])
         served = best_served(*jobs, chain.overhead, chain.floor, True, CUT_BUDGET // limit // len(jobs[0]))
-        found = sorted([*found, (max(chain.floor, makespan_of(served[2], jobs[2])), index)])[:_STARTS]
+        found = sorted([*found, (max(chain.floor, makespan_of(served[1], jobs[2])), index)])[:_STARTS]
     return [candidates[index] for _, index in found]
 
 
@@ -115,10 +115,6 @@ def _scheduled(chain: _Chain, borders: NDArray[np.bool_], order: NDArray[np.int6
 
 def _runs(borders: NDArray[np.bool_], order: NDArray[np.int64]) -> list[list[int]]:
     return [part.tolist() for part in np.split(order, np.flatnonzero(borders)[1:])]
-
-
-def _prefix(sizes: Floats) -> Floats:
-    return np.concatenate((np.zeros(1), np.cumsum(sizes)))
 
 
 @compiled
@@ -165,10 +161,7 @@ def _balanced_borders(edges: Any, best: Any, groups: int) -> Any:
 @compiled
 def _fuse(chain: Any, borders: Any) -> Any:
     """Ready time, seconds and tail of each group."""
-    groups = 0
-    for index in range(len(borders)):
-        groups += borders[index]
-    fused = np.zeros((3, groups))
+    fused = np.zeros((3, borders.sum()))
     group = -1
     for index in range(len(borders)):
         group += borders[index]
@@ -239,4 +232,4 @@ def _quick_makespan(chain: Any, borders: Any, limit: float) -> Any:
         return bound, groups
     trials = max(4, _QUICK_BUDGET // groups)
     served = best_served(ready, seconds, tail, chain.overhead, chain.floor, False, trials)
-    return makespan_of(served[2], tail), groups * (1 + served[3])
+    return makespan_of(served[1], tail), groups * (1 + served[2])

@@ -79,12 +79,10 @@ def preemptive_schedule(ready: Values, duration: Values, tail: Values, overhead:
     return schedule_of(best_served(*times, float(overhead), 0.0, True, trials), tails)
 
 
-def schedule_of(
-    served: tuple[Floats, int, Floats, Any], tail: Floats, groups: Sequence[Sequence[int]] = ()
-) -> LinkSchedule:
+def schedule_of(served: tuple[Floats, Floats, Any], tail: Floats, groups: Sequence[Sequence[int]] = ()) -> LinkSchedule:
     """What the kernels return, as a LinkSchedule."""
-    slices, count, completion, _ = served
-    jobs, starts, ends = slices[:count].T.tolist()
+    slices, completion, _ = served
+    jobs, starts, ends = slices.T.tolist()
     return LinkSchedule(
         makespan=makespan_of(completion, tail),
         slices=tuple(zip(map(int, jobs), starts, ends, strict=True)),
@@ -105,7 +103,7 @@ def link_jobs(ready: Any, duration: Any, tail: Any, overhead: float) -> Any:
 
 @compiled
 def serve(jobs: Any, may_cut: Any) -> Any:
-    """One link that, when free, takes the ready job with the longest tail → slices, their number, completions, who cut.
+    """One link that, when free, takes the ready job with the longest tail → slices, completions, who cut.
 
     A job with `may_cut` that becomes ready ends the running slice of a job with a shorter tail, once that slice has
     carried as many seconds as its overhead and if at least as much remains for a later one.
@@ -158,7 +156,7 @@ def serve(jobs: Any, may_cut: Any) -> Any:
         slices[made, 2] = end
         made += 1
         now = end
-    return slices, made, completion, has_cut
+    return slices[:made], completion, has_cut
 
 
 @compiled
@@ -173,15 +171,14 @@ def makespan_of(completion: Any, tail: Any) -> float:
 def lower_bound(ready: Any, duration: Any, tail: Any, overhead: float) -> float:
     """No schedule ends earlier: every job pays the overhead once, and cuts are free."""
     longer = np.where(duration > 0.0, duration + overhead, 0.0)
-    completion = serve(link_jobs(ready, longer, tail, 0.0), np.ones(len(ready), np.bool_))[2]
-    return makespan_of(completion, tail)
+    return makespan_of(serve(link_jobs(ready, longer, tail, 0.0), np.ones(len(ready), np.bool_))[1], tail)
 
 
 @compiled
 def best_served(
     ready: Any, duration: Any, tail: Any, overhead: float, enough: float, thrifty: bool, trials: int
 ) -> Any:
-    """Slices, their number, completions and the trials spent: optimal without overhead, else the best cuts found.
+    """Slices, completions and the trials spent: optimal without overhead, else the best cuts found.
 
     Climbs from no cut and from every cut by flipping one job's right to cut at a time, while the makespan falls and is
     more than `enough`, for at most `trials` schedules. If `thrifty`, cuts that do not shorten the step are then taken
@@ -191,67 +188,64 @@ def best_served(
     nobody = np.zeros(len(ready), np.bool_)
     everyone = np.ones(len(ready), np.bool_)
     if overhead == 0.0:
-        slices, made, completion, _ = serve(jobs, everyone)
-        return slices, made, completion, 1
+        best = serve(jobs, everyone)
+        return best[0], best[1], 1
     floor = max(enough, lower_bound(ready, duration, tail, overhead) * (1.0 + ROUNDING))
     best = serve(jobs, nobody)
-    shortest = makespan_of(best[2], tail)
+    shortest = makespan_of(best[1], tail)
     if shortest <= floor:
-        return best[0], best[1], best[2], 2
+        return best[0], best[1], 2
     spent = 3
     for permitted in (everyone, nobody):
         if shortest <= floor:
             break
         trial, used = _climb(jobs, serve(jobs, permitted), floor, trials - spent)
         spent += used
-        if makespan_of(trial[2], tail) < shortest:
+        if makespan_of(trial[1], tail) < shortest:
             best = trial
-            shortest = makespan_of(best[2], tail)
+            shortest = makespan_of(best[1], tail)
     if thrifty:
         best = _without_idle_cuts(jobs, best, trials)
-        shortest = makespan_of(best[2], tail)
     trial = serve(link_jobs(ready, duration, np.zeros(len(ready)), overhead), nobody)
-    if makespan_of(trial[2], tail) < shortest:
+    if makespan_of(trial[1], tail) < makespan_of(best[1], tail):
         best = trial
-    return best[0], best[1], best[2], spent
+    return best[0], best[1], spent
 
 
 @compiled
 def _climb(jobs: Any, best: Any, floor: float, trials: int) -> Any:
     """Flips single rights to cut while that shortens the step → the best that `serve` gave, and the trials spent."""
-    shortest = makespan_of(best[2], jobs.tail)
+    shortest = makespan_of(best[1], jobs.tail)
     spent = 0
     last = 0
     # One full round without success ends the climb.
     while spent - last < len(jobs.ready) and spent < trials and shortest > floor:
-        permitted = best[3].copy()
+        permitted = best[2].copy()
         job = spent % len(jobs.ready)
         permitted[job] = not permitted[job]
         trial = serve(jobs, permitted)
+        length = makespan_of(trial[1], jobs.tail)
         spent += 1
-        if makespan_of(trial[2], jobs.tail) < shortest * (1.0 - ROUNDING):
-            best = trial
-            shortest = makespan_of(trial[2], jobs.tail)
-            last = spent
+        if length < shortest * (1.0 - ROUNDING):
+            best, shortest, last = trial, length, spent
     return best, spent
 
 
 @compiled
 def _without_idle_cuts(jobs: Any, best: Any, trials: int) -> Any:
     """Takes back single cuts until each that is left shortens the step or saves another one."""
-    shortest = makespan_of(best[2], jobs.tail)
     changed = True
     while changed:
         changed = False
         for job in range(len(jobs.ready)):
-            if best[3][job] and trials > 0:
+            if best[2][job] and trials > 0:
                 trials -= 1
-                permitted = best[3].copy()
+                permitted = best[2].copy()
                 permitted[job] = False
                 trial = serve(jobs, permitted)
-                if trial[1] < best[1] and makespan_of(trial[2], jobs.tail) <= shortest:
+                longer = makespan_of(trial[1], jobs.tail) > makespan_of(best[1], jobs.tail)
+                if len(trial[0]) < len(best[0]) and not longer:
                     best = trial
-                    shortest = makespan_of(trial[2], jobs.tail)
                     changed = True
     return best
 

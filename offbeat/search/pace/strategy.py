@@ -64,13 +64,8 @@ def _fused(gradients: Gradients) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = []
     for run in gradients.groups(gradients.forced):
         members = np.array(run)
-        found = search_fusion(
-            gradients.ready[members],
-            gradients.wire[members],
-            gradients.tail[members],
-            float(gradients.per_byte[run[0]]),
-            float(gradients.overhead[run[0]]),
-        )
+        ready, wire, tail = (values[members] for values in (gradients.ready, gradients.wire, gradients.tail))
+        found = search_fusion(ready, wire, tail, float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]]))
         groups += [tuple(sorted(members[list(units)].tolist())) for units in found.groups]
     return groups
 

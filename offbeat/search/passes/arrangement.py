@@ -59,7 +59,7 @@ def tensor_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
     present = arrangement_of(gradients, candidate.strategy)
     for start in (present, gradients.arrangement(barrier=present.barrier)):
-        yield arranged(gradients, _improved(gradients, start, borders, candidate, problem), candidate.strategy)
+        yield _improved(gradients, start, borders, candidate, problem)
 
 
 @register_pass("tensor_partition", order=30)
@@ -73,7 +73,7 @@ def tensor_partition(candidate: Candidate, problem: Problem) -> Iterator[Strateg
     largest = np.argsort(-np.add.reduceat(gradients.wire, starts), kind="stable")
     heads = [int(head) for head in starts[largest] if gradients.sliceable[head]]
     cuts: list[_Change] = [partial(_cut, head=head, count=count) for head in heads for count in _PARTS]
-    yield arranged(gradients, _improved(gradients, present, lambda _: cuts, candidate, problem), candidate.strategy)
+    yield _improved(gradients, present, lambda _: cuts, candidate, problem)
 
 
 def _improved(
@@ -82,15 +82,15 @@ def _improved(
     changes: Callable[[Arrangement], Iterable[_Change]],
     candidate: Candidate,
     problem: Problem,
-) -> Arrangement:
-    """All changes one after another, those that shorten the step kept, again and again until none does."""
+) -> Strategy:
+    """The candidate with all changes that shorten the step, tried one after another, again until none does."""
     best = problem.arrangement_seconds(gradients, arrangement, candidate)
     settled = False
     while not settled:
         settled = True
         for change in changes(arrangement):
             if problem.expired:
-                return arrangement
+                return arranged(gradients, arrangement, candidate.strategy)
             trial = change(arrangement)
             if trial is arrangement:
                 continue
@@ -99,15 +99,14 @@ def _improved(
             fewer = trial.borders.sum() < arrangement.borders.sum()
             if seconds < best * (1 + (_ROUNDING if fewer else -_ROUNDING)):
                 arrangement, best, settled = trial, min(best, seconds), False
-    return arrangement
+    return arranged(gradients, arrangement, candidate.strategy)
 
 
 def flipped(arrangement: Arrangement, border: int) -> Arrangement:
     """The arrangement with one border more or less; a new group may be cut as often as the one it came from."""
     borders, parts = arrangement.borders.copy(), arrangement.parts.copy()
     if not borders[border]:
-        head = int(np.flatnonzero(borders[:border])[-1])
-        parts[border] = parts[head]
+        parts[border] = parts[np.flatnonzero(borders[:border])[-1]]
     borders[border] = not borders[border]
     return replace(arrangement, borders=borders, parts=parts)
 
@@ -125,7 +124,8 @@ def better_fused(gradients: Gradients, arrangement: Arrangement) -> list[int]:
     """Borders that theorem 2 takes away."""
     _, _, _, arrival = gradients.run(arrangement)
     starts = np.flatnonzero(arrangement.borders)
-    longer = gradients.per_byte[starts[1:]] * np.add.reduceat(gradients.wire, starts)[:-1]
+    later = starts[1:]
+    longer = gradients.per_byte[later] * np.add.reduceat(gradients.wire, starts)[:-1]
     ready = np.maximum.reduceat(gradients.ready, starts)[1:]
-    waits = arrival[:-1] - gradients.lag[starts[1:]] > ready + longer
-    return starts[1:][waits & ~gradients.forced[starts[1:]]].tolist()
+    waits = arrival[:-1] - gradients.lag[later] > ready + longer
+    return later[waits & ~gradients.forced[later]].tolist()

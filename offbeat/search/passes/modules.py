@@ -8,8 +8,10 @@ several alike modules (`layers.0`, `layers.1`, ...) is taken for all of them.
 """
 
 import re
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, Segment
@@ -30,28 +32,24 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     They are taken by the bytes they free for the work they repeat.
     """
     done = candidate.strategy.recompute
-    cost = {path: _work_per_byte(problem.graph, path) for path in blocks(problem.graph) if path not in done}
-    ranked = sorted((path for path in cost if cost[path] is not None), key=lambda path: cost[path] or 0.0)
+    cost = _work_per_byte(problem.graph)
+    ranked = sorted((path for path in cost if path not in done), key=lambda path: cost[path])
     if not ranked:
         return
 
     def recomputed(count: int) -> Strategy:
         return candidate.strategy.model_copy(update={"recompute": (*done, *ranked[:count])})
 
-    fewest, most = 1, len(ranked)
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if problem.fits(problem.evaluate(recomputed(middle), "trial")):
-            most = middle
-        else:
-            fewest = middle + 1
+    fewest = 1 + bisect_left(
+        range(1, len(ranked)), True, key=lambda count: problem.fits(problem.evaluate(recomputed(count), "trial"))
+    )
     yield recomputed(fewest)
     if fewest < len(ranked):
         yield recomputed(len(ranked))
 
 
 @register_pass("accumulate", aim="memory", order=20)
-def accumulate(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+def micro_batches(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """The smallest number of equal micro-batches that fits; the largest where none does."""
     batch = next((tensor.shape[0] for tensor in problem.graph.inputs if tensor.shape), _MOST_MICRO_BATCHES)
     most = min(batch, _MOST_MICRO_BATCHES)
@@ -65,55 +63,53 @@ def accumulate(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 def blocks(graph: ModelGraph) -> list[str]:
     """Paths of disjoint modules of moderate size, which together hold what forward keeps, in forward's order."""
-    kept: dict[str, int] = defaultdict(int)
+    kept = Counter[str]()
     direct: set[str] = set()
     children: dict[str, dict[str, None]] = defaultdict(dict)
     for operator in graph.phase("forward"):
         direct.add(operator.module)
-        parts = operator.module.split(".") if operator.module else []
-        for depth in range(len(parts) + 1):
-            path = ".".join(parts[:depth])
+        paths = ["", *accumulate(operator.module.split("."), "{}.{}".format)] if operator.module else [""]
+        for path in paths:
             kept[path] += operator.activation_bytes
-            if depth < len(parts):
-                children[path][".".join(parts[: depth + 1])] = None
+        for path, below in pairwise(paths):
+            children[path][below] = None
     limit = LARGEST_SHARE * max(1, graph.activation_bytes)
     found: list[str] = []
     waiting = [""]
     while waiting:
         path = waiting.pop()
-        below = list(children.get(path, ()))
+        inner = children[path]
         # A list of modules is never called itself, so nothing can be done to it as a whole.
-        listing = path not in direct and below and all(each.rpartition(".")[2].isdigit() for each in below)
-        if below and (not path or listing or kept[path] > limit):
-            waiting.extend(reversed(below))
+        listing = path not in direct and all(each.rpartition(".")[2].isdigit() for each in inner)
+        if inner and (not path or listing or kept[path] > limit):
+            waiting.extend(reversed(inner))
         elif path:
             found.append(path)
     return found
 
 
-def _work_per_byte(graph: ModelGraph, path: str) -> float | None:
-    """What running a module again costs for each byte it frees; None if it frees none.
+def _work_per_byte(graph: ModelGraph) -> dict[str, float]:
+    """What running each of the blocks again costs for each byte it frees, without those that free none.
 
     The cost is in measured seconds where all operators were measured, else in FLOP and bytes moved.
     """
-    measured = all(operator.seconds is not None for operator in graph.phase("forward"))
-    operators = [operator for operator in graph.phase("forward") if within(operator.module, path)]
-    freed = sum(operator.activation_bytes for operator in operators)
-    if not freed:
-        return None
-    work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
-    return work / freed
+    forward = graph.phase("forward")
+    measured = all(op.seconds is not None for op in forward)
+    found = {}
+    for path in blocks(graph):
+        operators = [op for op in forward if within(op.module, path)]
+        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
+        if freed := sum(op.activation_bytes for op in operators):
+            found[path] = work / freed
+    return found
 
 
 @register_pass("op_fusion", order=40)
 def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Each kind of measured module, compiled."""
-    done = {path for region in candidate.strategy.fusion for path in region}
-    kinds: dict[str, list[str]] = {}
-    for path in sorted(problem.fused_seconds):
-        kind = re.sub(r"\d+", "*", path) if problem.symmetry else path
-        if path not in done:
-            kinds.setdefault(kind, []).append(path)
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(set(problem.fused_seconds).difference(*candidate.strategy.fusion)):
+        kinds[re.sub(r"\d+", "*", path) if problem.symmetry else path].append(path)
     for alike in kinds.values():
         regions = tuple((path,) for path in alike)
         strategy = candidate.strategy.model_copy(update={"fusion": candidate.strategy.fusion + regions})
@@ -124,19 +120,16 @@ def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 def _pays(before: Plan, after: Plan, path: str, problem: Problem) -> bool:
     """Theorem 1, with the time of the message that would have left first in place of q_{n-1}."""
     node = before.cluster.device_of(before.replicas[0])
+    inside = {operator.name for operator in before.graph.operators if within(operator.module, path)}
 
-    def inside(segment: Segment) -> bool:
-        return any(within(before.graph.operator(name).module, path) for name in segment.operators)
+    def backward(plan: Plan) -> list[Segment]:
+        return [s for s in plan.segments if s.phase == "backward" and not inside.isdisjoint(s.operators)]
 
-    def backward_seconds(plan: Plan) -> float:
-        return sum(
-            s.estimate(node.peak_flops, node.memory_bandwidth)
-            for s in plan.segments
-            if s.phase == "backward" and inside(s)
-        )
+    def seconds(plan: Plan) -> float:
+        return sum(s.estimate(node.peak_flops, node.memory_bandwidth) for s in backward(plan))
 
-    saved = backward_seconds(before) - backward_seconds(after)
-    held_up = [name for s in before.segments if s.phase == "backward" and inside(s) for name in s.completes][:-1]
+    saved = seconds(before) - seconds(after)
+    held_up = [name for segment in backward(before) for name in segment.completes][:-1]
     arrays = arrays_of(before, problem.costs)
     if not held_up or arrays is None:
         return saved >= 0

@@ -70,7 +70,7 @@ class Problem:
     """Forward and backward seconds of compiled modules, by path, where they were measured."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
-    _gradients: tuple[Plan, Gradients | None] | None = field(default=None, repr=False)
+    _gradients: tuple[Plan | None, Gradients | None] = field(default=(None, None), repr=False)
     """Of the plan that was last asked about."""
 
     @property
@@ -84,8 +84,8 @@ class Problem:
         plan = self.plan(strategy)
         peak = 0
         if self.memory_limit is not None:
-            ranks = find_roles(plan, self.costs.compute_scale).representatives
-            peak = max(peak_memory(plan, rank).total for rank in ranks)
+            roles = find_roles(plan, self.costs.compute_scale)
+            peak = max(peak_memory(plan, rank).total for rank in roles.representatives)
         seconds = step_seconds(plan, self.costs, fold=self.symmetry, compiled=self.partial_replay)
         return Candidate(name, strategy, seconds, plan, peak, origin)
 
@@ -94,7 +94,7 @@ class Problem:
 
     def gradients(self, candidate: Candidate) -> Gradients | None:
         """The candidate's gradients as units; None where it cuts them or updates them on servers."""
-        if self._gradients is None or self._gradients[0] is not candidate.plan:
+        if self._gradients[0] is not candidate.plan:
             self._gradients = candidate.plan, gradients_of(candidate.plan, self.costs, coarsen=self.coarsen)
         return self._gradients[1]
 

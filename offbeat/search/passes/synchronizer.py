@@ -5,6 +5,7 @@ the later passes fuse, cut and order what results.
 """
 
 from collections.abc import Iterator
+from itertools import cycle
 
 from offbeat.graph import Variable
 from offbeat.plan.model import REPLICATED
@@ -28,18 +29,20 @@ def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     variables = [v for v in problem.graph.gradient_order if strategy.config(v.name).shard_count == 1]
     cheapest = {v.name: shard for v in variables if (shard := _cheapest(v, candidate, problem)) is not None}
     if cheapest:
-        yield from _scheduled(_rearranged(strategy, cheapest), problem)
+        changed = _rearranged(strategy, cheapest)
+        yield changed
+        gradients = problem.gradients(problem.evaluate(changed, "trial"))
+        if gradients is not None and problem.mode != "barrier":
+            # Without PACE's schedule it would lose against a candidate that has one.
+            yield explicit(gradients, *pace_schedule(gradients), changed)
     dense = sorted((v for v in variables if not v.sparse), key=lambda v: -v.bytes)
-    owners = candidate.plan.replicas
-    for place, variable in enumerate(dense[:_SERVED]):
-        shard = Shard(synchronizer="parameter_server", placement=(owners[place % len(owners)],))
+    for variable, owner in zip(dense[:_SERVED], cycle(candidate.plan.replicas), strict=False):
+        shard = Shard(synchronizer="parameter_server", placement=(owner,))
         yield _rearranged(strategy, {variable.name: shard})
-    sparse = {
-        v.name: Shard(synchronizer="sparse_parameter_server", placement=(owners[i % len(owners)],))
-        for i, v in enumerate(v for v in variables if v.sparse)
-    }
-    if sparse:
-        yield _rearranged(strategy, sparse)
+    sparse = zip((v.name for v in variables if v.sparse), cycle(candidate.plan.replicas), strict=False)
+    shards = {name: Shard(synchronizer="sparse_parameter_server", placement=(owner,)) for name, owner in sparse}
+    if shards:
+        yield _rearranged(strategy, shards)
 
 
 @register_pass("precision", order=60)
@@ -62,40 +65,31 @@ def _plain(shard: Shard) -> bool:
     return allowed and shard.encoder.name == "none" and not (shard.staleness or shard.asynchronous or shard.stations)
 
 
-def _scheduled(strategy: Strategy, problem: Problem) -> Iterator[Strategy]:
-    """The strategy with PACE's schedule, without which it would lose against a candidate that has one."""
-    yield strategy
-    gradients = problem.gradients(problem.evaluate(strategy, "trial"))
-    if gradients is not None and problem.mode != "barrier":
-        yield explicit(gradients, *pace_schedule(gradients), strategy)
-
-
 def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Shard | None:
     """The exchange in which every replica updates that takes the link least; None if it has that one."""
     current = candidate.strategy.config(variable.name).shards[0]
     if current.encoder.name != "none" or current.staleness or current.asynchronous:
         return None
+    replicas = candidate.plan.replicas
+
+    def seconds(shard: Shard) -> float:
+        """On the link, and for factors also what multiplying those of all replicas takes."""
+        link = link_seconds(candidate.plan, problem.costs, variable, shard)
+        if shard.synchronizer != "factor_broadcast":
+            return link
+        slowest = min(problem.cluster.device_of(rank).peak_flops for rank in replicas)
+        return link + 2 * len(replicas) * variable.factor_rows * variable.elements / slowest
+
     options = [Shard()]
     if variable.sparse:
         options.append(Shard(synchronizer="sparse_all_gather"))
     if variable.factor_rows:
         options.append(Shard(synchronizer="factor_broadcast"))
-    seconds = {shard: _seconds(variable, shard, candidate, problem) for shard in options}
-    best = min(seconds, key=lambda shard: seconds[shard])
+    best = min(options, key=seconds)
     if best.synchronizer == current.synchronizer:
         return None
-    slower = current.synchronizer not in REPLICATED or _seconds(variable, current, candidate, problem) > seconds[best]
+    slower = current.synchronizer not in REPLICATED or seconds(current) > seconds(best)
     return best if slower else None
-
-
-def _seconds(variable: Variable, shard: Shard, candidate: Candidate, problem: Problem) -> float:
-    """On the link, and for factors also what multiplying those of all replicas takes."""
-    seconds = link_seconds(candidate.plan, problem.costs, variable, shard)
-    if shard.synchronizer == "factor_broadcast":
-        replicas = candidate.plan.replicas
-        slowest = min(problem.cluster.device_of(rank).peak_flops for rank in replicas)
-        seconds += 2 * len(replicas) * variable.factor_rows * variable.elements / slowest
-    return seconds
 
 
 def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
