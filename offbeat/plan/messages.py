@@ -13,6 +13,8 @@ from offbeat.strategy import Shard, VariableConfig
 
 ALONE = ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast")
 """Synchronisers whose messages hold one piece each."""
+_FROM_SHARD = ("group", "synchronizer", "owner", "stations", "reduction_order", "encoder", "staleness", "asynchronous")
+"""What a message takes from its shards."""
 
 
 def partition(draft: Draft) -> None:
@@ -54,24 +56,10 @@ def synchronise(draft: Draft) -> None:
     parcels = sorted(merged.values(), key=lambda parcel: max(ready[piece.variable] for piece, _ in parcel))
     stages_of = lru_cache(maxsize=None)(lambda shard: make_stages(shard, draft.replicas, draft.cluster))
     for index, parcel in enumerate(parcels):
-        shard = parcel[0][1]
-        draft.messages.append(
-            Message(
-                index=index,
-                group=shard.group,
-                pieces=tuple(piece for piece, _ in parcel),
-                dtype=draft.graph.variable(parcel[0][0].variable).dtype,
-                synchronizer=shard.synchronizer,
-                owner=shard.owner,
-                stations=shard.stations,
-                reduction_order=shard.reduction_order,
-                encoder=shard.encoder,
-                staleness=shard.staleness,
-                asynchronous=shard.asynchronous,
-                gradient_bytes=0,
-                parameter_bytes=0,
-            )
-        )
+        first, shard = parcel[0]
+        travels = {name: getattr(shard, name) for name in _FROM_SHARD}
+        dtype = draft.graph.variable(first.variable).dtype
+        draft.messages.append(Message(index=index, pieces=tuple(p for p, _ in parcel), dtype=dtype, **travels))
         draft.stages.append(stages_of(shard))
 
 
@@ -99,15 +87,12 @@ def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec
     top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
     summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
     up: TaskKind = "reduce" if summed else "gather"
-    stages = [Stage(up, local)] if local else []
-    if len(top) > 1 or not local:
-        stages.append(Stage(up, ((top, owner),)))
-    stages.append(Stage("update", (((owner,), None),)))
-    if len(top) > 1 or not local:
-        stages.append(Stage("broadcast", ((top, owner),), returns=True))
-    if local:
-        stages.append(Stage("broadcast", local, returns=True))
-    return tuple(stages)
+    levels = [groups for groups in (local, ((top, owner),) if len(top) > 1 or not local else ()) if groups]
+    return (
+        *(Stage(up, groups) for groups in levels),
+        Stage("update", (((owner,), None),)),
+        *(Stage("broadcast", groups, returns=True) for groups in reversed(levels)),
+    )
 
 
 def _station_groups(

@@ -133,15 +133,18 @@ def program_of(plan: Plan) -> StepProgram:
     for message in plan.messages:
         for name in message.variables:
             carriers[name] = (*carriers.get(name, ()), message.index)
-    # By the first slot that reads any of their variables, and by the variable's place there.
-    first = [_first_use(plan, uses, indices)[:2] for indices in plan.components]
+    first = [min(uses[name] for i in group for name in plan.messages[i].variables) for group in plan.components]
+    slices = _slices(plan, sends)
     return StepProgram(
         slots=slots,
         ahead=ahead,
         uses=uses,
         sends=sends,
-        components=_components(plan, uses, _slices(plan, sends)),
-        settles=tuple(sorted(range(len(first)), key=first.__getitem__)),
+        components=tuple(
+            _component(plan, group, use.read, slices) for group, use in zip(plan.components, first, strict=True)
+        ),
+        # By the first slot that reads any of their variables, and by the variable's place there.
+        settles=tuple(sorted(range(len(first)), key=lambda number: first[number][:2])),
         tail=tuple(
             Later(task, _regime(plan, task))
             for task in plan.tasks
@@ -155,14 +158,10 @@ def program_of(plan: Plan) -> StepProgram:
 
 
 def _slots(plan: Plan) -> tuple[tuple[Slot, ...], int]:
-    numbered = [Slot(i, "forward" if s.phase == "forward" else "backward", s.name) for i, s in enumerate(plan.segments)]
-
-    def first_forward(slot: Slot) -> bool:
-        segment = plan.segments[slot.segment]
-        return segment.phase == "forward" and not (segment.recomputed or segment.microbatch)
-
-    ahead = [slot for slot in numbered if first_forward(slot)]
-    return (*ahead, *(slot for slot in numbered if not first_forward(slot))), len(ahead)
+    """The slots, and how many of them are the forward before the first backward."""
+    slots = [Slot(i, "forward" if s.phase == "forward" else "backward", s.name) for i, s in enumerate(plan.segments)]
+    behind = [s.phase != "forward" or s.recomputed or s.microbatch > 0 for s in plan.segments]
+    return tuple(sorted(slots, key=lambda slot: behind[slot.segment])), behind.count(False)
 
 
 def _uses(plan: Plan, slots: tuple[Slot, ...]) -> dict[str, Use]:
@@ -183,25 +182,16 @@ def _regime(plan: Plan, task: Task) -> Regime:
     return "asynchronous" if message.asynchronous else "stale" if message.staleness else "synchronous"
 
 
-def _components(plan: Plan, uses: Mapping[str, Use], slices: Mapping[int, tuple[Task, ...]]) -> tuple[Component, ...]:
-    found = []
-    for indices in plan.components:
-        messages = [plan.messages[index] for index in indices]
-        found.append(
-            Component(
-                messages=indices,
-                slot=_first_use(plan, uses, indices).read,
-                applied=tuple(message.index for message in messages if message.replicated),
-                slices=slices.get(indices[0], ()),
-                staleness=max(message.staleness for message in messages),
-                asynchronous=any(message.asynchronous for message in messages),
-            )
-        )
-    return tuple(found)
-
-
-def _first_use(plan: Plan, uses: Mapping[str, Use], messages: tuple[int, ...]) -> Use:
-    return min(uses[name] for index in messages for name in plan.messages[index].variables)
+def _component(plan: Plan, group: tuple[int, ...], slot: int, slices: Mapping[int, tuple[Task, ...]]) -> Component:
+    messages = [plan.messages[index] for index in group]
+    return Component(
+        messages=group,
+        slot=slot,
+        applied=tuple(message.index for message in messages if message.replicated),
+        slices=slices.get(group[0], ()),
+        staleness=max(message.staleness for message in messages),
+        asynchronous=any(message.asynchronous for message in messages),
+    )
 
 
 def _slices(plan: Plan, sends: tuple[Send, ...]) -> dict[int, tuple[Task, ...]]:

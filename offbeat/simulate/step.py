@@ -7,6 +7,7 @@ each other: a collective starts when all its participants have come to it and ev
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs, in_a_row, message_updates, update_seconds
 from offbeat.cost.tables import Collectives
-from offbeat.plan import Plan, Task
+from offbeat.plan import Plan
 from offbeat.plan.program import Component
 from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Exchange, Roles
@@ -88,6 +89,7 @@ class Steps:
         self.program = plan.program
         self.seconds = segment_seconds(plan, costs, roles).tolist()
         self.updates = message_updates(plan)
+        self._update_seconds = partial(update_seconds, plan, costs, self.updates)
         place = {exchange.task.index: number for number, exchange in enumerate(roles.exchanges)}
         self.sends = [(place[send.task.index], send) for send in self.program.sends if send.task.index in place]
         self.tail = [place[later.task.index] for later in self.program.tail if later.task.index in place]
@@ -192,9 +194,6 @@ class Steps:
     def _arrived(self, role: int, sent: int, messages: Iterable[int]) -> list[int]:
         return [task for index in messages for task in self.arrivals.get((sent, role, index), ())]
 
-    def _update_seconds(self, messages: Sequence[int], share: float = 1.0) -> float:
-        return update_seconds(self.plan, self.costs, self.updates, messages, share)
-
     def _send(self, step: int, position: int, after: dict[int, int]) -> None:
         """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
         exchange = self.roles.exchanges[position]
@@ -210,28 +209,18 @@ class Steps:
         else:
             seconds, lag = self.cost[position]
             ends = {
-                role: self._part(step, position, role, queued, [gate], seconds, 2 * role + 1, lag)
+                role: self._part(step, position, role, queued, [gate], seconds=seconds, device=2 * role + 1, lag=lag)
                 for role, queued in ready.items()
             }
         for role, end in ends.items():
             self.flights[queue, role].append(end)
             self.arrivals[step, role, exchange.task.message].append(end)
 
-    def _part(
-        self,
-        step: int,
-        position: int,
-        role: int,
-        queued: int,
-        after: list[int],
-        seconds: float = 0.0,
-        device: int = -1,
-        lag: float = 0.0,
-    ) -> int:
-        """What a role has to do with a collective."""
-        task, urgency = self.roles.exchanges[position].task, self.issued if device >= 0 else 0
-        more = seconds, device, lag, urgency, task.wire_bytes, position, queued
-        return self._add(StepTask(role, step, "communication", task.name, *more), after)
+    def _part(self, step: int, position: int, role: int, queued: int, after: list[int], **more: Any) -> int:
+        """What a role has to do with a collective; `more` fields of its task where it takes a link."""
+        task = self.roles.exchanges[position].task
+        facts = {"bytes": task.wire_bytes, "exchange": position, "gate": queued, "priority": self.issued if more else 0}
+        return self._add(StepTask(role, step, "communication", task.name, **facts, **more), after)
 
     def _outgoing(self, role: int) -> int:
         """The device of a role's link away from it, where the two directions are told apart."""
@@ -253,7 +242,7 @@ class Steps:
         for role, queued in ready.items():
             node = cluster.node_of(self.roles.ranks[role][0])
             taken = seconds * min(1.0, slowest / cluster.node_bandwidth(node))
-            parts.append(self._part(step, position, role, queued, begun, taken, 2 * role + 1))
+            parts.append(self._part(step, position, role, queued, begun, seconds=taken, device=2 * role + 1))
             back = StepTask(role, step, None, "other way", taken, self._outgoing(role), priority=self.issued)
             parts.append(self._add(back, begun))
         return {role: self._join(role, step, "end", parts, lag) for role in ready}
@@ -265,29 +254,32 @@ class Steps:
         """
         task = self.roles.exchanges[position].task
         root = next(role for role in ready if task.root in self.roles.ranks[role])
-        price = {role: self._straight_price(task, role) for role in ready}
+        price = {}
+        for role in ready:
+            # The root, or any member: all members of a role have equal links.
+            members = set(self.roles.ranks[role])
+            rank = next(rank for rank in (task.root, *task.ranks) if rank is not None and rank in members)
+            price[role] = self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
         begun = {role: self._begin(step, role, gate, queue, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
             incoming = task.fills_incoming(task.root if role == root else None)
             device = 2 * role + 1 if incoming else self._outgoing(role)
-            parts[role] = self._part(step, position, role, queued, [begun[role], begun[root]], price[role][1], device)
+            after, seconds = [begun[role], begun[root]], price[role][1]
+            parts[role] = self._part(step, position, role, queued, after, seconds=seconds, device=device)
         # All share the root's link: whoever receives from it has everything when the last one has.
         shared = [] if task.kind == "reduce" else [parts[root]]
         needed = {role: list(parts.values()) if role == root else [parts[role], *shared] for role in ready}
         return {role: self._join(role, step, "end", needed[role]) for role in ready}
 
-    def _straight_price(self, task: Task, role: int) -> tuple[float, float]:
-        members = self.roles.ranks[role]
-        rank = task.root if task.root in members else next(rank for rank in task.ranks if rank in members)
-        assert rank is not None
-        return self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
-
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""
         roles, barrier = range(len(self.roles.ranks)), self.program.barrier
-        for role in roles if barrier and self.program.whole else ():
-            self._apply_whole(role, step)
+        mine = [self.plan.messages[index] for index in self.program.whole]
+        for role in roles if barrier and mine else ():
+            arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
+            self._compute(role, step, None, "wait", 0.0, arrived)
+            self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))
         for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]
@@ -305,10 +297,3 @@ class Steps:
             for component in self.program.components:
                 if len(component.applied) < len(component.messages):
                     self._settle(role, step, component, step)
-
-    def _apply_whole(self, role: int, step: int) -> None:
-        """Barrier mode: one optimizer call for everything that every replica applies."""
-        mine = [self.plan.messages[index] for index in self.program.whole]
-        arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
-        self._compute(role, step, None, "wait", 0.0, arrived)
-        self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))

@@ -128,7 +128,7 @@ def encode(
         *_schedule(plan.strategy.schedule),
         *sensitivities,
     ]
-    nodes = [_node(plan, message, piece, entries[message.index].vector) for message, piece in shards]
+    nodes = [_node(plan, message, piece, entries[message.index][:3]) for message, piece in shards]
     return Encoded(
         np.array(nodes, dtype=np.float32).reshape(len(shards), len(NODE_NAMES)),
         _edges(shards),
@@ -159,8 +159,8 @@ def _shards(plan: Plan) -> list[tuple[Message, Piece]]:
 
 def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, float]) -> list[float]:
     variable = plan.graph.variable(piece.variable)
-    size = message.bytes * piece.elements / max(1, message.elements)
     share = piece.elements / max(1, message.elements)
+    size = message.bytes * piece.elements / max(1, message.elements)
     position = plan.graph.variable_index[variable.name] / max(1, len(plan.graph.variables) - 1)
     owner, rows = message.owner, piece.shape[0] if piece.shape else 1
     bandwidth = 0.0 if owner is None else math.log10(plan.cluster.node_bandwidth(plan.cluster.node_of(owner)))
