@@ -101,7 +101,12 @@ def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
     updated: frozenset[int] = frozenset()
     for task in sorted((task for task in tasks if task.start == 0), key=lambda task: task.stage):
         if not updated and task.kind != "update":
-            _merge_gradients(task, holds)
+            parts = [holds[rank] for rank in task.ranks]
+            merged = frozenset().union(*parts)
+            if sum(map(len, parts)) != len(merged):
+                raise PlanError(f"task {task.name} adds a replica's gradient of message {message.index} twice")
+            for rank in task.ranks:
+                holds[rank] = merged if task.root in (None, rank) else frozenset()
             continue
         for rank in task.ranks if task.kind == "update" else ():
             if holds[rank] != everyone:
@@ -112,12 +117,3 @@ def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
         updated |= frozenset(task.ranks)
     if updated != everyone:
         raise PlanError(f"message {message.index} never reaches ranks {sorted(everyone - updated)}")
-
-
-def _merge_gradients(task: Task, holds: dict[int, frozenset[int]]) -> None:
-    parts = [holds[rank] for rank in task.ranks]
-    merged = frozenset().union(*parts)
-    if sum(map(len, parts)) != len(merged):
-        raise PlanError(f"task {task.name} adds a replica's gradient of message {task.message} twice")
-    for rank in task.ranks:
-        holds[rank] = merged if task.root in (None, rank) else frozenset()

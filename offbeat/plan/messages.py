@@ -79,10 +79,19 @@ def make_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -
 
 
 def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
-    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way."""
+    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way.
+
+    A node with a station and more than one replica reduces to it first; the owner is its own node's station.
+    """
     owner = shard.owner
     assert owner is not None
-    local = _station_groups(shard.stations, owner, replicas, cluster)
+    on_node: dict[int, list[int]] = {}
+    for rank in replicas:
+        on_node.setdefault(cluster.node_of(rank), []).append(rank)
+    station_of = {cluster.node_of(station): station for station in shard.stations}
+    if cluster.node_of(owner) in station_of:
+        station_of[cluster.node_of(owner)] = owner
+    local = tuple((tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node[n]) > 1)
     through = {rank: station for ranks, station in local for rank in ranks}
     top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
     summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
@@ -92,19 +101,4 @@ def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec
         *(Stage(up, groups) for groups in levels),
         Stage("update", (((owner,), None),)),
         *(Stage("broadcast", groups, returns=True) for groups in reversed(levels)),
-    )
-
-
-def _station_groups(
-    stations: tuple[int, ...], owner: int, replicas: tuple[int, ...], cluster: ClusterSpec
-) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(ranks, station) of each node with a station and more than one replica; the owner is its own node's station."""
-    on_node: dict[int, list[int]] = {}
-    for rank in replicas:
-        on_node.setdefault(cluster.node_of(rank), []).append(rank)
-    station_of = {cluster.node_of(station): station for station in stations}
-    if cluster.node_of(owner) in station_of:
-        station_of[cluster.node_of(owner)] = owner
-    return tuple(
-        (tuple(on_node[node]), station) for node, station in sorted(station_of.items()) if len(on_node[node]) > 1
     )

@@ -30,20 +30,13 @@ class Slot(NamedTuple):
     name: str
 
 
-class Send(NamedTuple):
-    """A gradient task. Stale and asynchronous ones are held until `step()`."""
-
-    task: Task
-    slot: int
-    """Completes the last gradient that the task carries."""
-    regime: Regime
-
-
-class Later(NamedTuple):
-    """A task of the tail: a further stage, an owner's update or a return. It belongs to `step()`."""
+class Issue(NamedTuple):
+    """A task and when the step issues it. Stale and asynchronous gradients, and the whole tail, wait for `step()`."""
 
     task: Task
     regime: Regime
+    slot: int = -1
+    """For a gradient task, the slot that completes the last gradient it carries."""
 
 
 class Use(NamedTuple):
@@ -82,13 +75,13 @@ class StepProgram:
     """How many of the slots are the forward before the first backward."""
     uses: Mapping[str, Use]
     """By variable, of those that get a gradient."""
-    sends: tuple[Send, ...]
-    """In issue order."""
+    sends: tuple[Issue, ...]
+    """The gradient tasks, in issue order."""
     components: tuple[Component, ...]
     settles: tuple[int, ...]
     """Components in the order in which slots wait for them."""
-    tail: tuple[Later, ...]
-    """In issue order."""
+    tail: tuple[Issue, ...]
+    """Further stages, owners' updates and returns, in issue order."""
     barrier: bool
     """`step()` waits for everything and applies `whole` in one optimizer call."""
     whole: tuple[int, ...]
@@ -125,7 +118,7 @@ def program_of(plan: Plan) -> StepProgram:
     slots, ahead = _slots(plan)
     uses = _uses(plan, slots)
     sends = tuple(
-        Send(task, max((uses[name].completed for name in task.waits_for), default=0), _regime(plan, task))
+        Issue(task, _regime(plan, task), max((uses[name].completed for name in task.waits_for), default=0))
         for task in plan.tasks
         if task.stage == 0
     )
@@ -146,7 +139,7 @@ def program_of(plan: Plan) -> StepProgram:
         # By the first slot that reads any of their variables, and by the variable's place there.
         settles=tuple(sorted(range(len(first)), key=lambda number: first[number][:2])),
         tail=tuple(
-            Later(task, _regime(plan, task))
+            Issue(task, _regime(plan, task))
             for task in plan.tasks
             if task.stage > 0 and not plan.messages[task.message].replicated
         ),
@@ -194,7 +187,7 @@ def _component(plan: Plan, group: tuple[int, ...], slot: int, slices: Mapping[in
     )
 
 
-def _slices(plan: Plan, sends: tuple[Send, ...]) -> dict[int, tuple[Task, ...]]:
+def _slices(plan: Plan, sends: tuple[Issue, ...]) -> dict[int, tuple[Task, ...]]:
     """Messages that are applied slice by slice, and their tasks in issue order."""
     tasks: dict[int, list[Task]] = defaultdict(list)
     for send in sends if plan.mode != "barrier" else ():

@@ -94,10 +94,8 @@ class TaskGraph:
         """Devices numbered without gaps, so that one array entry per device is affordable."""
         if not len(self) or int(self.device.max()) < max(1024, 4 * len(self)):
             return self.device
-        used, dense = np.unique(self.device[self.device >= 0], return_inverse=True)
-        assert len(used) <= len(self)
         result = np.full(len(self), -1, np.int32)
-        result[self.device >= 0] = dense
+        result[self.device >= 0] = np.unique(self.device[self.device >= 0], return_inverse=True)[1]
         return result
 
     @cached_property

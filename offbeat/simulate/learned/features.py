@@ -110,7 +110,9 @@ def encode(
 
     `replay` puts the replayer's prediction in as well, and `what_ifs` its sensitivities, which take ten times as long.
     """
-    shards = _shards(plan)
+    place = plan.graph.variable_index
+    pieces = ((message, piece) for message in plan.messages for piece in message.pieces)
+    shards = sorted(pieces, key=lambda entry: (place[entry[1].variable], entry[1].box))
     coefficients = coefficients or Coefficients()
     entries = message_features(plan)
     collective, server = sync_seconds(entries, coefficients)
@@ -148,13 +150,6 @@ def _sensitivities(plan: Plan, costs: Costs, seconds: float) -> list[float]:
     }
     times = [step_seconds(plan, FittedCosts.of(costs, **slowed[name])) for name in WHAT_IFS]
     return [_log(each) - _log(seconds) for each in times]
-
-
-def _shards(plan: Plan) -> list[tuple[Message, Piece]]:
-    """Every piece with its message, in forward order."""
-    place = plan.graph.variable_index
-    found = [(message, piece) for message in plan.messages for piece in message.pieces]
-    return sorted(found, key=lambda entry: (place[entry[1].variable], entry[1].box))
 
 
 def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, float]) -> list[float]:
