@@ -78,11 +78,11 @@ def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offb
     held, at_step = _standing(plan, rank, runtime)
     names, activations, gradients = _replay(plan, runtime)
     totals = activations + gradients
-    peak = int(np.argmax(totals)) if len(totals) else 0
-    if not len(totals) or at_step.total() >= totals[peak]:
+    if at_step.total() >= totals.max(initial=0):
         held.update(at_step)
         at = "optimizer"
     else:
+        peak = int(totals.argmax())
         held.update(gradients=int(gradients[peak]), activations=int(activations[peak]))
         at = names[peak]
     kinds = (each.name for each in fields(MemoryEstimate) if each.name != "peak_at")

@@ -43,12 +43,11 @@ class StepTask(NamedTuple):
 
 def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
     """Compute seconds of each role (row) in each segment (column)."""
-    rows = []
-    for rank in roles.representatives:
-        node = plan.cluster.device_of(rank)
-        scale = costs.compute_scale.get(rank, 1.0)
-        rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
-    return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
+    seconds = np.empty((len(roles.ranks), len(plan.segments)))
+    for row, rank in zip(seconds, roles.representatives, strict=True):
+        node, scale = plan.cluster.device_of(rank), costs.compute_scale.get(rank, 1.0)
+        row[:] = [s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments]
+    return seconds
 
 
 def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
@@ -209,18 +208,28 @@ class Steps:
         else:
             seconds, lag = self.cost[position]
             ends = {
-                role: self._part(step, position, role, queued, [gate], seconds=seconds, device=2 * role + 1, lag=lag)
+                role: self._part(step, position, role, queued, [gate], seconds, 2 * role + 1, lag)
                 for role, queued in ready.items()
             }
         for role, end in ends.items():
             self.flights[queue, role].append(end)
             self.arrivals[step, role, exchange.task.message].append(end)
 
-    def _part(self, step: int, position: int, role: int, queued: int, after: list[int], **more: Any) -> int:
-        """What a role has to do with a collective; `more` fields of its task where it takes a link."""
-        task = self.roles.exchanges[position].task
-        facts = {"bytes": task.wire_bytes, "exchange": position, "gate": queued, "priority": self.issued if more else 0}
-        return self._add(StepTask(role, step, "communication", task.name, **facts, **more), after)
+    def _part(
+        self,
+        step: int,
+        position: int,
+        role: int,
+        queued: int,
+        after: list[int],
+        seconds: float = 0.0,
+        device: int = -1,
+        lag: float = 0.0,
+    ) -> int:
+        """What a role has to do with a collective."""
+        task, urgency = self.roles.exchanges[position].task, self.issued if device >= 0 else 0
+        more = seconds, device, lag, urgency, task.wire_bytes, position, queued
+        return self._add(StepTask(role, step, "communication", task.name, *more), after)
 
     def _outgoing(self, role: int) -> int:
         """The device of a role's link away from it, where the two directions are told apart."""
@@ -242,7 +251,7 @@ class Steps:
         for role, queued in ready.items():
             node = cluster.node_of(self.roles.ranks[role][0])
             taken = seconds * min(1.0, slowest / cluster.node_bandwidth(node))
-            parts.append(self._part(step, position, role, queued, begun, seconds=taken, device=2 * role + 1))
+            parts.append(self._part(step, position, role, queued, begun, taken, 2 * role + 1))
             back = StepTask(role, step, None, "other way", taken, self._outgoing(role), priority=self.issued)
             parts.append(self._add(back, begun))
         return {role: self._join(role, step, "end", parts, lag) for role in ready}
@@ -265,8 +274,7 @@ class Steps:
         for role, queued in ready.items():
             incoming = task.fills_incoming(task.root if role == root else None)
             device = 2 * role + 1 if incoming else self._outgoing(role)
-            after, seconds = [begun[role], begun[root]], price[role][1]
-            parts[role] = self._part(step, position, role, queued, after, seconds=seconds, device=device)
+            parts[role] = self._part(step, position, role, queued, [begun[role], begun[root]], price[role][1], device)
         # All share the root's link: whoever receives from it has everything when the last one has.
         shared = [] if task.kind == "reduce" else [parts[root]]
         needed = {role: list(parts.values()) if role == root else [parts[role], *shared] for role in ready}

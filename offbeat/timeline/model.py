@@ -97,9 +97,19 @@ class Timeline:
         return len(self.start)
 
     def __getitem__(self, position: int) -> Span:
-        row = {column: getattr(self, column)[position].item() for column in COLUMNS}
-        row |= {"track": self.tracks[row["track"]], "kind": KINDS[row["kind"]], "name": self.names[row["name"]]}
-        return Span(**row | {"queued": None if np.isnan(row["queued"]) else row["queued"]})
+        queued = float(self.queued[position])
+        return Span(
+            rank=int(self.rank[position]),
+            track=self.tracks[self.track[position]],
+            kind=KINDS[self.kind[position]],
+            name=self.names[self.name[position]],
+            start=float(self.start[position]),
+            end=float(self.end[position]),
+            step=int(self.step[position]),
+            queued=None if np.isnan(queued) else queued,
+            bytes=int(self.bytes[position]),
+            task=int(self.task[position]),
+        )
 
     @property
     def spans(self) -> Iterator[Span]:

@@ -121,9 +121,7 @@ class Gradients:
         """As many parts as make none longer than `part_bytes` on the wire."""
         parts = np.ones(len(self), np.int64)
         starts = np.flatnonzero(borders)
-        if len(starts):
-            sizes = np.add.reduceat(self.wire, starts)
-            parts[starts] = np.maximum(1, np.ceil(sizes / part_bytes)).astype(np.int64)
+        parts[starts] = np.maximum(1, np.ceil(np.add.reduceat(self.wire, starts) / part_bytes)).astype(np.int64)
         return np.where(self.sliceable, parts, 1)
 
     def groups(self, borders: Flags) -> list[tuple[int, ...]]:
