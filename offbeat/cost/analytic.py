@@ -15,6 +15,7 @@ one another. An all-gather's c(m) is what all ranks put in together, so that Eq.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,29 +39,16 @@ class Coefficients:
     """Measured over nominal transfer time: above 1 where links do not reach their bandwidth."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageFeatures:
-    """z of one message."""
+class MessageFeatures(NamedTuple):
+    """z of one message, and who owns it."""
 
-    message: int
-    server: int | None
-    """Rank that owns it; None for collectives."""
     transfer_seconds: float
     network_overheads: float
     """How often φ is paid."""
     kernel_latencies: float
     """How often δ is paid."""
-
-    def seconds(self, coefficients: Coefficients) -> float:
-        return (
-            coefficients.transfer_scale * self.transfer_seconds
-            + coefficients.phi_seconds * self.network_overheads
-            + coefficients.delta_seconds * self.kernel_latencies
-        )
-
-    @property
-    def vector(self) -> tuple[float, float, float]:
-        return self.transfer_seconds, self.network_overheads, self.kernel_latencies
+    server: int | None
+    """Rank that owns it; None for collectives."""
 
 
 def compute_seconds(plan: Plan) -> float:
@@ -75,12 +63,13 @@ def compute_seconds(plan: Plan) -> float:
 def sync_seconds(entries: Iterable[MessageFeatures], coefficients: Coefficients) -> tuple[float, float]:
     """(all collectives one after another, the busiest server); T_sync is their sum."""
     collectives, servers = 0.0, defaultdict[int, float](float)
-    for entry in entries:
-        seconds = entry.seconds(coefficients)
-        if entry.server is None:
+    for transfer, overheads, latencies, server in entries:
+        seconds = coefficients.transfer_scale * transfer + coefficients.phi_seconds * overheads
+        seconds += coefficients.delta_seconds * latencies
+        if server is None:
             collectives += seconds
         else:
-            servers[entry.server] += seconds
+            servers[server] += seconds
     return collectives, max(servers.values(), default=0.0)
 
 
@@ -88,8 +77,7 @@ def features(entries: Sequence[MessageFeatures]) -> NDArray[np.float64]:
     """z^PS ⊕ z^CC: for each the maxima of z, then the means; zeros for a family that the plan does not use."""
     vector: list[float] = []
     for served in (True, False):
-        family = np.array([e.vector for e in entries if (e.server is not None) == served], dtype=np.float64)
-        family = family.reshape(-1, 3) if len(family) else np.zeros((1, 3))
+        family = np.array([e[:3] for e in entries if (e.server is not None) == served] or [(0.0, 0.0, 0.0)])
         vector += [*family.max(axis=0), *family.mean(axis=0)]
     return np.array(vector)
 
@@ -102,7 +90,7 @@ def message_features(plan: Plan) -> list[MessageFeatures]:
     return [
         _server_features(message, plan)
         if message.synchronizer in SERVERS
-        else _collective_features(message, tasks[message.index], plan.cluster)
+        else _collective_features(tasks[message.index], plan.cluster)
         for message in plan.messages
     ]
 
@@ -116,25 +104,21 @@ def _server_features(message: Message, plan: Plan) -> MessageFeatures:
     ranks_on: dict[int, list[int]] = defaultdict(list)
     for rank in plan.replicas:
         ranks_on[cluster.node_of(rank)].append(rank)
-    transfer, overheads = 0.0, 0
+    transfer, overheads = 0.0, 0.0
     for node, ranks in ranks_on.items():
         if node != cluster.node_of(owner):
             senders = 1 if node in reduced_first else len(ranks)
             size = message.gradient_bytes + message.parameter_bytes
             transfer += senders * size / cluster.bandwidth(owner, ranks[0])
             overheads += 2 * senders
-    return MessageFeatures(message.index, owner, transfer, float(overheads), 2.0)
+    return MessageFeatures(transfer, overheads, 2.0, owner)
 
 
-def _collective_features(message: Message, tasks: Iterable[Task], cluster: ClusterSpec) -> MessageFeatures:
+def _collective_features(tasks: Iterable[Task], cluster: ClusterSpec) -> MessageFeatures:
     """Eq. 3, for each collective that carries a part of the message."""
-    transfer, overheads, latencies = 0.0, 0, 0
-    for task in tasks:
-        if len(task.ranks) > 1:
-            transfer += task.link_bytes / cluster.ring_bandwidth(task.ranks)
-            overheads += len(task.ranks)
-            latencies += 1
-    return MessageFeatures(message.index, None, transfer, float(overheads), float(latencies))
+    shared = [task for task in tasks if len(task.ranks) > 1]
+    transfer = sum((task.link_bytes / cluster.ring_bandwidth(task.ranks) for task in shared), 0.0)
+    return MessageFeatures(transfer, float(sum(len(task.ranks) for task in shared)), float(len(shared)), None)
 
 
 def fit_coefficients(cluster: ClusterSpec) -> Coefficients:

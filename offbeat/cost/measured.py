@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, StrictBool, TypeAdapter
 
 from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
-from offbeat.files import first_problem
+from offbeat.files import problems_named
 from offbeat.plan import Plan, Task
 
 SERVED = ("reduce", "broadcast")
@@ -143,15 +143,13 @@ class Costs:
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
         """Reads what `to_dict` made; anything else is one sentence that names the field."""
-        try:
+        with problems_named(f"{origin}: not a costs file"):
             rows = _Rows.model_validate(raw).collectives
             fits = {
                 (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
                 for row in rows
             }
             return replace(_FORM.validate_python({**raw, "collectives": {}}), collectives=fits)
-        except ValidationError as error:
-            raise OffbeatError(f"{origin}: not a costs file: {first_problem(error)}") from None
 
 
 @dataclass(frozen=True)

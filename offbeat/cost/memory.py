@@ -78,11 +78,11 @@ def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offb
     held, at_step = _standing(plan, rank, runtime)
     names, activations, gradients = _replay(plan, runtime)
     totals = activations + gradients
-    peak = int(np.argmax(totals)) if len(totals) else 0
-    if not len(totals) or at_step.total() >= totals[peak]:
+    if at_step.total() >= totals.max(initial=0):
         held.update(at_step)
         at = "optimizer"
     else:
+        peak = int(totals.argmax())
         held.update(gradients=int(gradients[peak]), activations=int(activations[peak]))
         at = names[peak]
     kinds = (each.name for each in fields(MemoryEstimate) if each.name != "peak_at")
@@ -224,7 +224,7 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64],
     activations, gradients = np.zeros(length + 1, np.int64), np.zeros(length + 1, np.int64)
     kept_until = _gradient_ends(plan, results, length, runtime)
     for result in {id(result): result for result in results.values()}.values():
-        share = 1 if result.of_weights or _is_cast_weight(result.operator) else count
+        share = 1 if result.of_weights else count
         # A sum that takes over the memory of its first term allocates nothing until that is free.
         in_place = result.summed_into is not None and result.summed_into.kept_until == result.made
         made = result.made + in_place
@@ -260,7 +260,6 @@ def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
     An operator that runs again leaves a new result, which is the one that later readers read.
     """
     latest: dict[str, _Result | None] = {}
-    views = {operator.name for operator, _ in order if operator.kind == "view"}
     results: dict[int, _Result] = {}
     for position, (operator, forward) in enumerate(order):
         sources = tuple(source for name in operator.inputs if (source := latest.get(name)) is not None)
@@ -271,8 +270,13 @@ def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
         if operator.kind == "view":
             viewed = sources[0] if sources else None
         else:
-            into = _summed_into(operator, latest, views)
-            viewed = _Result(operator, position, position, position, sources, into)
+            summed = operator.phase == "backward" and operator.target == "aten.add.Tensor" and len(operator.inputs) > 1
+            first = latest.get(operator.inputs[0]) if summed else None
+            # Autograd may add the second gradient into the first one, unless that is a view of something else.
+            into = first if first is not None and first.operator.name == operator.inputs[0] else None
+            # Autocast's copy of a weight has no batch dimension.
+            cast = operator.target.startswith("aten._to_copy") and bool(operator.variables) and not operator.inputs
+            viewed = _Result(operator, position, position, position, sources, into, of_weights=cast)
         latest[operator.name] = viewed
         if viewed is not None:
             results[position] = viewed
@@ -280,23 +284,22 @@ def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
 
 
 def _assign_gradients(graph: ModelGraph, order: list[tuple[Operator, bool]], results: dict[int, _Result]) -> None:
+    """Gives each result the variables whose gradient it is.
+
+    The terms of such a sum (tied weights), and what the gradient was cast from, are shaped like the weight.
+    """
     position = {operator.name: place for place, (operator, _) in enumerate(order)}
     for variable in graph.gradient_order:
         result = results.get(position.get(variable.gradient_from or "", -1))
         if result is not None and result.operator.phase == "backward":
             result.gradients.append(variable)
-            _mark_terms(result)
-
-
-def _mark_terms(gradient: _Result) -> None:
-    """The terms of a sum that is a gradient (tied weights), and what it was cast from, are shaped like the weight."""
-    waiting = [gradient]
-    while waiting:
-        result = waiting.pop()
-        if result.operator.target.startswith(("aten.add.", "aten._to_copy.")):
-            for source in result.sources:
-                source.of_weights = True
-                waiting.append(source)
+            terms = [result]
+            while terms:
+                term = terms.pop()
+                if term.operator.target.startswith(("aten.add.", "aten._to_copy.")):
+                    for source in term.sources:
+                        source.of_weights = True
+                    terms += term.sources
 
 
 def _gradient_ends(plan: Plan, results: dict[int, _Result], length: int, runtime: Runtime) -> dict[str, int]:
@@ -312,16 +315,3 @@ def _gradient_ends(plan: Plan, results: dict[int, _Result], length: int, runtime
             whole = piece.shape == plan.graph.variable(piece.variable).shape and not sparse
             ends[piece.variable] = max(ends.get(piece.variable, 0), loaded if whole else length - 1)
     return ends
-
-
-def _is_cast_weight(operator: Operator) -> bool:
-    """Autocast's copy of a weight, which has no batch dimension."""
-    return operator.target.startswith("aten._to_copy") and bool(operator.variables) and not operator.inputs
-
-
-def _summed_into(operator: Operator, latest: dict[str, "_Result | None"], views: set[str]) -> "_Result | None":
-    """What autograd may add a second gradient into: the first one, unless that is a view of something else."""
-    if operator.phase != "backward" or operator.target != "aten.add.Tensor" or len(operator.inputs) < 2:
-        return None
-    first = operator.inputs[0]
-    return None if first in views else latest.get(first)

@@ -75,18 +75,10 @@ def find_table(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec) -> Colle
     if not cluster.tables or kind in ("gather", "update"):
         return None
     exact = cluster.table(kind, (ranks,))  # type: ignore[arg-type]
-    if exact is not None:
-        return exact
+    single = (table for table in cluster.tables if table.collective == kind and len(table.groups) == 1)
+    as_many = (table for table in single if len(table.groups[0]) == len(ranks))
     wanted = _placement(ranks, cluster)
-    alike = (
-        table
-        for table in cluster.tables
-        if table.collective == kind
-        and len(table.groups) == 1
-        and len(table.groups[0]) == len(ranks)
-        and _placement(table.groups[0], cluster) == wanted
-    )
-    return next(alike, None)
+    return exact or next((table for table in as_many if _placement(table.groups[0], cluster) == wanted), None)
 
 
 def interpolate(table: CollectiveTable, bytes: float) -> float:

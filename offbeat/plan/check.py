@@ -15,8 +15,7 @@ from offbeat.plan.model import Message, Piece, Plan, Task
 
 def check(plan: Plan) -> None:
     """Raises PlanError unless the plan keeps every invariant. A rank's part is checked as far as that rank can see."""
-    _check_order(plan)
-    _check_ranks(plan)
+    _check_tasks(plan)
     _check_pieces(plan)
     tasks_of: dict[int, list[Task]] = defaultdict(list)
     for task in plan.tasks:
@@ -29,9 +28,15 @@ def check(plan: Plan) -> None:
             raise PlanError(f"message {message.index} never reaches rank {plan.rank}")
 
 
-def _check_order(plan: Plan) -> None:
+def _check_tasks(plan: Plan) -> None:
+    """Each task comes after what it waits for, and its ranks hold replicas."""
     seen: set[int] = set()
     ready = {name for segment in plan.segments for name in segment.completes}
+    world, replicas = plan.cluster.world_size, frozenset(plan.replicas)
+    fits = {
+        ranks: replicas.issuperset(ranks) and len(set(ranks)) == len(ranks) and max(ranks) < world
+        for ranks in {task.ranks for task in plan.tasks}
+    }
     for task in plan.tasks:
         if task.index in seen:
             raise PlanError(f"task {task.name} has the index {task.index} of a task before it")
@@ -42,17 +47,7 @@ def _check_order(plan: Plan) -> None:
             if name not in ready:
                 raise PlanError(f"task {task.name} waits for the gradient of {name!r}, which no segment completes")
         seen.add(task.index)
-
-
-def _check_ranks(plan: Plan) -> None:
-    world = plan.cluster.world_size
-    replicas = frozenset(plan.replicas)
-    known: dict[tuple[int, ...], bool] = {}
-    for task in plan.tasks:
-        inside = known.get(task.ranks)
-        if inside is None:
-            inside = known[task.ranks] = replicas.issuperset(task.ranks) and len(set(task.ranks)) == len(task.ranks)
-        if not inside or max(task.ranks) >= world:
+        if not fits[task.ranks]:
             raise PlanError(f"task {task.name} names ranks {task.ranks} that hold no replica of the {world} ranks")
         if task.root is not None and task.root not in task.ranks:
             raise PlanError(f"task {task.name} has root {task.root} outside its ranks {task.ranks}")
@@ -77,13 +72,11 @@ def _check_pieces(plan: Plan) -> None:
 def _overlap(pieces: list[Piece]) -> bool:
     if len(pieces) < 2 or not pieces[0].box:
         return len(pieces) > 1
-    edges = np.array([piece.box for piece in pieces])
-    start, stop = edges[:, :, 0], edges[:, :, 1]
-    for row in range(len(pieces) - 1):
-        common = np.minimum(stop[row], stop[row + 1 :]) - np.maximum(start[row], start[row + 1 :])
-        if bool((common > 0).all(axis=1).any()):
-            return True
-    return False
+    start, stop = np.moveaxis(np.array([piece.box for piece in pieces]), 2, 0)
+    return any(
+        (np.minimum(stop[row], stop[row + 1 :]) > np.maximum(start[row], start[row + 1 :])).all(axis=1).any()
+        for row in range(len(pieces) - 1)
+    )
 
 
 def _check_slices(message: Message, tasks: list[Task]) -> None:
@@ -103,39 +96,24 @@ def _check_slices(message: Message, tasks: list[Task]) -> None:
 
 def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
     """Follows each replica's gradient through the stages to the updaters, and the result back to the replicas."""
-    stages: dict[int, list[Task]] = defaultdict(list)
-    for task in tasks:
-        if task.start == 0:
-            stages[task.stage].append(task)
     everyone = frozenset(plan.replicas)
     holds = {rank: frozenset((rank,)) for rank in plan.replicas}
     updated: frozenset[int] = frozenset()
-    for _, group in sorted(stages.items()):
-        for task in group:
-            if task.kind == "update":
-                for rank in task.ranks:
-                    if holds[rank] != everyone:
-                        raise PlanError(
-                            f"rank {rank} updates message {message.index} with gradients of {sorted(holds[rank])} only"
-                        )
-                updated |= frozenset(task.ranks)
-            elif updated:
-                if task.kind == "broadcast" and task.root not in updated:
-                    raise PlanError(f"task {task.name} sends parameters from rank {task.root}, which has none yet")
-                updated |= frozenset(task.ranks)
-            else:
-                _merge_gradients(task, message, holds)
+    for task in sorted((task for task in tasks if task.start == 0), key=lambda task: task.stage):
+        if not updated and task.kind != "update":
+            parts = [holds[rank] for rank in task.ranks]
+            merged = frozenset().union(*parts)
+            if sum(map(len, parts)) != len(merged):
+                raise PlanError(f"task {task.name} adds a replica's gradient of message {message.index} twice")
+            for rank in task.ranks:
+                holds[rank] = merged if task.root in (None, rank) else frozenset()
+            continue
+        for rank in task.ranks if task.kind == "update" else ():
+            if holds[rank] != everyone:
+                senders = sorted(holds[rank])
+                raise PlanError(f"rank {rank} updates message {message.index} with gradients of {senders} only")
+        if task.kind == "broadcast" and task.root not in updated:
+            raise PlanError(f"task {task.name} sends parameters from rank {task.root}, which has none yet")
+        updated |= frozenset(task.ranks)
     if updated != everyone:
         raise PlanError(f"message {message.index} never reaches ranks {sorted(everyone - updated)}")
-
-
-def _merge_gradients(task: Task, message: Message, holds: dict[int, frozenset[int]]) -> None:
-    parts = [holds[rank] for rank in task.ranks]
-    merged = frozenset().union(*parts)
-    if sum(map(len, parts)) != len(merged):
-        raise PlanError(f"task {task.name} adds a replica's gradient of message {message.index} twice")
-    for rank in task.ranks:
-        if task.root is None or rank == task.root:
-            holds[rank] = merged
-        else:
-            holds[rank] = frozenset()

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from offbeat.graph.model import ITEM_BYTES, Variable
-from offbeat.plan.model import Draft, Message, Piece
+from offbeat.plan.model import Draft, Message
 from offbeat.strategy import Encoder, Shard
 
 INDEX_BYTES = 8
@@ -19,25 +19,27 @@ SCALE_BYTES = 4
 def compress(draft: Draft) -> None:
     """Sets the encoded size of every message."""
     for message in draft.messages:
-        variables = [draft.graph.variable(piece.variable) for piece in message.pieces]
-        sizes = [gradient_bytes(message, *part) for part in zip(message.pieces, variables, strict=True)]
-        back = {"parameter_server": message.bytes, "sharded": message.bytes, "sparse_parameter_server": sum(sizes)}
+        size = sum(gradient_bytes(message, p.shape, draft.graph.variable(p.variable)) for p in message.pieces)
+        back = {"parameter_server": message.bytes, "sharded": message.bytes, "sparse_parameter_server": size}
         draft.messages[message.index] = replace(
-            message, gradient_bytes=sum(sizes), parameter_bytes=back.get(message.synchronizer, 0)
+            message, gradient_bytes=size, parameter_bytes=back.get(message.synchronizer, 0)
         )
 
 
-def gradient_bytes(carrier: Message | Shard, piece: Piece, variable: Variable) -> int:
-    """Encoded bytes of one replica's gradient of a piece."""
+def gradient_bytes(carrier: Message | Shard, shape: tuple[int, ...], variable: Variable) -> int:
+    """Encoded bytes of one replica's gradient of a piece of a variable, which has this shape."""
     item = ITEM_BYTES[variable.dtype]
     match carrier.synchronizer:
         case "sparse_all_gather" | "sparse_parameter_server":
-            return sparse_bytes(piece, variable)
+            # The rows that a step touches, taken as spread evenly, with their numbers.
+            rows = max(variable.shape[0], 1)
+            touched = min(shape[0], math.ceil(variable.sparse_rows * shape[0] / rows))
+            return touched * (variable.bytes // rows + INDEX_BYTES)
         case "factor_broadcast":
             height = variable.shape[0]
             return variable.factor_rows * (height + variable.elements // height) * item
         case _:
-            return encoded_bytes(carrier.encoder, piece.shape, item)
+            return encoded_bytes(carrier.encoder, shape, item)
 
 
 def encoded_bytes(encoder: Encoder, shape: tuple[int, ...], item_bytes: int) -> int:
@@ -74,12 +76,3 @@ def factor_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int, int]:
     height, width = shape[0], math.prod(shape[1:])
     rank = min(rank, height, width)
     return (height, width, rank) if (height + width) * rank < height * width else (height, width, 0)
-
-
-def sparse_bytes(piece: Piece, variable: Variable) -> int:
-    """Bytes of the rows, with their numbers, that one step touches in a piece; rows are taken as spread evenly."""
-    rows = variable.shape[0]
-    height = piece.box[0][1] - piece.box[0][0]
-    touched = min(height, math.ceil(variable.sparse_rows * height / max(rows, 1)))
-    row_bytes = variable.bytes // max(rows, 1)
-    return touched * (row_bytes + INDEX_BYTES)

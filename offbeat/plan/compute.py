@@ -43,10 +43,8 @@ def fuse(draft: Draft) -> None:
 
 
 def _inside(draft: Draft, segment: Segment, region: tuple[str, ...]) -> bool:
-    if segment.recomputed:
-        return False
     modules = (draft.graph.operator(name).module for name in segment.operators)
-    return all(any(within(module, path) for path in region) for module in modules)
+    return not segment.recomputed and all(any(within(module, path) for path in region) for module in modules)
 
 
 def _merge(draft: Draft, number: int, segments: list[Segment]) -> Segment:

@@ -13,6 +13,8 @@ from offbeat.strategy import Shard, VariableConfig
 
 ALONE = ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast")
 """Synchronisers whose messages hold one piece each."""
+_FROM_SHARD = ("group", "synchronizer", "owner", "stations", "reduction_order", "encoder", "staleness", "asynchronous")
+"""What a message takes from its shards."""
 
 
 def partition(draft: Draft) -> None:
@@ -54,24 +56,10 @@ def synchronise(draft: Draft) -> None:
     parcels = sorted(merged.values(), key=lambda parcel: max(ready[piece.variable] for piece, _ in parcel))
     stages_of = lru_cache(maxsize=None)(lambda shard: make_stages(shard, draft.replicas, draft.cluster))
     for index, parcel in enumerate(parcels):
-        shard = parcel[0][1]
-        draft.messages.append(
-            Message(
-                index=index,
-                group=shard.group,
-                pieces=tuple(piece for piece, _ in parcel),
-                dtype=draft.graph.variable(parcel[0][0].variable).dtype,
-                synchronizer=shard.synchronizer,
-                owner=shard.owner,
-                stations=shard.stations,
-                reduction_order=shard.reduction_order,
-                encoder=shard.encoder,
-                staleness=shard.staleness,
-                asynchronous=shard.asynchronous,
-                gradient_bytes=0,
-                parameter_bytes=0,
-            )
-        )
+        first, shard = parcel[0]
+        travels = {name: getattr(shard, name) for name in _FROM_SHARD}
+        dtype = draft.graph.variable(first.variable).dtype
+        draft.messages.append(Message(index=index, pieces=tuple(p for p, _ in parcel), dtype=dtype, **travels))
         draft.stages.append(stages_of(shard))
 
 
@@ -91,35 +79,26 @@ def make_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -
 
 
 def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
-    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way."""
+    """Gradients go up to the owner, through the stations where there are any; parameters come back the same way.
+
+    A node with a station and more than one replica reduces to it first; the owner is its own node's station.
+    """
     owner = shard.owner
     assert owner is not None
-    local = _station_groups(shard.stations, owner, replicas, cluster)
+    on_node: dict[int, list[int]] = {}
+    for rank in replicas:
+        on_node.setdefault(cluster.node_of(rank), []).append(rank)
+    station_of = {cluster.node_of(station): station for station in shard.stations}
+    if cluster.node_of(owner) in station_of:
+        station_of[cluster.node_of(owner)] = owner
+    local = tuple((tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node[n]) > 1)
     through = {rank: station for ranks, station in local for rank in ranks}
     top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
     summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
     up: TaskKind = "reduce" if summed else "gather"
-    stages = [Stage(up, local)] if local else []
-    if len(top) > 1 or not local:
-        stages.append(Stage(up, ((top, owner),)))
-    stages.append(Stage("update", (((owner,), None),)))
-    if len(top) > 1 or not local:
-        stages.append(Stage("broadcast", ((top, owner),), returns=True))
-    if local:
-        stages.append(Stage("broadcast", local, returns=True))
-    return tuple(stages)
-
-
-def _station_groups(
-    stations: tuple[int, ...], owner: int, replicas: tuple[int, ...], cluster: ClusterSpec
-) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(ranks, station) of each node with a station and more than one replica; the owner is its own node's station."""
-    on_node: dict[int, list[int]] = {}
-    for rank in replicas:
-        on_node.setdefault(cluster.node_of(rank), []).append(rank)
-    station_of = {cluster.node_of(station): station for station in stations}
-    if cluster.node_of(owner) in station_of:
-        station_of[cluster.node_of(owner)] = owner
-    return tuple(
-        (tuple(on_node[node]), station) for node, station in sorted(station_of.items()) if len(on_node[node]) > 1
+    levels = [groups for groups in (local, ((top, owner),) if len(top) > 1 or not local else ()) if groups]
+    return (
+        *(Stage(up, groups) for groups in levels),
+        Stage("update", (((owner,), None),)),
+        *(Stage("broadcast", groups, returns=True) for groups in reversed(levels)),
     )

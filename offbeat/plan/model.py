@@ -16,7 +16,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import PlanError
 from offbeat.graph import ModelGraph
 from offbeat.graph.coarsen import Segment as GraphSegment
-from offbeat.graph.model import ITEM_BYTES, Variable
+from offbeat.graph.model import ITEM_BYTES
 from offbeat.strategy import Encoder, Shard, Strategy
 from offbeat.strategy.model import Synchronizer
 
@@ -51,10 +51,6 @@ class Piece:
     variable: str
     box: tuple[tuple[int, int], ...]
 
-    @classmethod
-    def whole(cls, variable: Variable) -> "Piece":
-        return cls(variable.name, tuple((0, length) for length in variable.shape))
-
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.box)
@@ -80,9 +76,9 @@ class Message:
     encoder: Encoder
     staleness: int
     asynchronous: bool
-    gradient_bytes: int
+    gradient_bytes: int = 0
     """Encoded bytes of one replica's gradient."""
-    parameter_bytes: int
+    parameter_bytes: int = 0
     """Bytes that go back from a server to a replica."""
 
     @property

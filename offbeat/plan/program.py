@@ -30,20 +30,13 @@ class Slot(NamedTuple):
     name: str
 
 
-class Send(NamedTuple):
-    """A gradient task. Stale and asynchronous ones are held until `step()`."""
-
-    task: Task
-    slot: int
-    """Completes the last gradient that the task carries."""
-    regime: Regime
-
-
-class Later(NamedTuple):
-    """A task of the tail: a further stage, an owner's update or a return. It belongs to `step()`."""
+class Issue(NamedTuple):
+    """A task and when the step issues it. Stale and asynchronous gradients, and the whole tail, wait for `step()`."""
 
     task: Task
     regime: Regime
+    slot: int = -1
+    """For a gradient task, the slot that completes the last gradient it carries."""
 
 
 class Use(NamedTuple):
@@ -82,13 +75,13 @@ class StepProgram:
     """How many of the slots are the forward before the first backward."""
     uses: Mapping[str, Use]
     """By variable, of those that get a gradient."""
-    sends: tuple[Send, ...]
-    """In issue order."""
+    sends: tuple[Issue, ...]
+    """The gradient tasks, in issue order."""
     components: tuple[Component, ...]
     settles: tuple[int, ...]
     """Components in the order in which slots wait for them."""
-    tail: tuple[Later, ...]
-    """In issue order."""
+    tail: tuple[Issue, ...]
+    """Further stages, owners' updates and returns, in issue order."""
     barrier: bool
     """`step()` waits for everything and applies `whole` in one optimizer call."""
     whole: tuple[int, ...]
@@ -125,7 +118,7 @@ def program_of(plan: Plan) -> StepProgram:
     slots, ahead = _slots(plan)
     uses = _uses(plan, slots)
     sends = tuple(
-        Send(task, max((uses[name].completed for name in task.waits_for), default=0), _regime(plan, task))
+        Issue(task, _regime(plan, task), max((uses[name].completed for name in task.waits_for), default=0))
         for task in plan.tasks
         if task.stage == 0
     )
@@ -133,17 +126,20 @@ def program_of(plan: Plan) -> StepProgram:
     for message in plan.messages:
         for name in message.variables:
             carriers[name] = (*carriers.get(name, ()), message.index)
-    # By the first slot that reads any of their variables, and by the variable's place there.
-    first = [_first_use(plan, uses, indices)[:2] for indices in plan.components]
+    first = [min(uses[name] for i in group for name in plan.messages[i].variables) for group in plan.components]
+    slices = _slices(plan, sends)
     return StepProgram(
         slots=slots,
         ahead=ahead,
         uses=uses,
         sends=sends,
-        components=_components(plan, uses, _slices(plan, sends)),
-        settles=tuple(sorted(range(len(first)), key=first.__getitem__)),
+        components=tuple(
+            _component(plan, group, use.read, slices) for group, use in zip(plan.components, first, strict=True)
+        ),
+        # By the first slot that reads any of their variables, and by the variable's place there.
+        settles=tuple(sorted(range(len(first)), key=lambda number: first[number][:2])),
         tail=tuple(
-            Later(task, _regime(plan, task))
+            Issue(task, _regime(plan, task))
             for task in plan.tasks
             if task.stage > 0 and not plan.messages[task.message].replicated
         ),
@@ -155,14 +151,10 @@ def program_of(plan: Plan) -> StepProgram:
 
 
 def _slots(plan: Plan) -> tuple[tuple[Slot, ...], int]:
-    numbered = [Slot(i, "forward" if s.phase == "forward" else "backward", s.name) for i, s in enumerate(plan.segments)]
-
-    def first_forward(slot: Slot) -> bool:
-        segment = plan.segments[slot.segment]
-        return segment.phase == "forward" and not (segment.recomputed or segment.microbatch)
-
-    ahead = [slot for slot in numbered if first_forward(slot)]
-    return (*ahead, *(slot for slot in numbered if not first_forward(slot))), len(ahead)
+    """The slots, and how many of them are the forward before the first backward."""
+    slots = [Slot(i, "forward" if s.phase == "forward" else "backward", s.name) for i, s in enumerate(plan.segments)]
+    behind = [s.phase != "forward" or s.recomputed or s.microbatch > 0 for s in plan.segments]
+    return tuple(sorted(slots, key=lambda slot: behind[slot.segment])), behind.count(False)
 
 
 def _uses(plan: Plan, slots: tuple[Slot, ...]) -> dict[str, Use]:
@@ -183,28 +175,19 @@ def _regime(plan: Plan, task: Task) -> Regime:
     return "asynchronous" if message.asynchronous else "stale" if message.staleness else "synchronous"
 
 
-def _components(plan: Plan, uses: Mapping[str, Use], slices: Mapping[int, tuple[Task, ...]]) -> tuple[Component, ...]:
-    found = []
-    for indices in plan.components:
-        messages = [plan.messages[index] for index in indices]
-        found.append(
-            Component(
-                messages=indices,
-                slot=_first_use(plan, uses, indices).read,
-                applied=tuple(message.index for message in messages if message.replicated),
-                slices=slices.get(indices[0], ()),
-                staleness=max(message.staleness for message in messages),
-                asynchronous=any(message.asynchronous for message in messages),
-            )
-        )
-    return tuple(found)
+def _component(plan: Plan, group: tuple[int, ...], slot: int, slices: Mapping[int, tuple[Task, ...]]) -> Component:
+    messages = [plan.messages[index] for index in group]
+    return Component(
+        messages=group,
+        slot=slot,
+        applied=tuple(message.index for message in messages if message.replicated),
+        slices=slices.get(group[0], ()),
+        staleness=max(message.staleness for message in messages),
+        asynchronous=any(message.asynchronous for message in messages),
+    )
 
 
-def _first_use(plan: Plan, uses: Mapping[str, Use], messages: tuple[int, ...]) -> Use:
-    return min(uses[name] for index in messages for name in plan.messages[index].variables)
-
-
-def _slices(plan: Plan, sends: tuple[Send, ...]) -> dict[int, tuple[Task, ...]]:
+def _slices(plan: Plan, sends: tuple[Issue, ...]) -> dict[int, tuple[Task, ...]]:
     """Messages that are applied slice by slice, and their tasks in issue order."""
     tasks: dict[int, list[Task]] = defaultdict(list)
     for send in sends if plan.mode != "barrier" else ():

@@ -5,7 +5,7 @@ ready (fifo) or the one that the next forward needs first (priority). Ready time
 estimated durations. The order does not depend on the rank it is derived for.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -15,8 +15,10 @@ from offbeat.errors import StrategyError
 from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan.messages import even_ranges
 from offbeat.plan.model import Draft, Message, Plan, Stage, Task, sent_per_byte
-from offbeat.strategy import Shard, Slice
+from offbeat.strategy import Shard
 
+Ranges = list[tuple[int, int]]
+"""(start, stop) of some slices."""
 _SLICED = ("all_reduce", "parameter_server", "sharded")
 
 
@@ -152,33 +154,29 @@ def _issue_order(draft: Draft) -> list[Job]:
     return [jobs[position] for position in priority_order(ready, seconds, urgency, follows)]
 
 
-def _slices(draft: Draft, message: Message, stage: Stage, explicit: dict[int, list[Slice]]) -> list[tuple[int, int]]:
+def _slices(draft: Draft, message: Message, stage: Stage, explicit: dict[int, Ranges]) -> Ranges:
     elements = message.elements
     if stage.kind == "update" or not sliceable(message):
         return [(0, elements)]
     if explicit:
-        return sorted((item.start, item.stop) for item in explicit[message.index])
+        return explicit[message.index]
     limit = draft.strategy.schedule.slice_bytes
     parts = min(1 if limit is None else max(1, -(-message.bytes // limit)), elements)
     return even_ranges(elements, parts)
 
 
-def _explicit_slices(draft: Draft) -> dict[int, list[Slice]]:
+def _explicit_slices(draft: Draft) -> dict[int, Ranges]:
     """The slices an explicit schedule gives each message, checked to cover all of them."""
     order = draft.strategy.schedule.order
-    if not order:
-        return {}
-    by_group: dict[int | None, list[Message]] = defaultdict(list)
-    for message in draft.messages:
-        by_group[message.group].append(message)
-    slices: dict[int, list[Slice]] = {}
+    messages = Counter(message.group for message in draft.messages)
+    by_group: dict[int | None, Ranges] = defaultdict(list)
     for item in order:
-        messages = by_group[item.group]
-        if len(messages) != 1:
-            raise StrategyError(f"schedule.order: group {item.group} makes {len(messages)} messages, it must make one")
-        slices.setdefault(messages[0].index, []).append(item)
-    for message in draft.messages:
-        covered = sorted((item.start, item.stop) for item in slices.get(message.index, ()))
+        if (made := messages[item.group]) != 1:
+            raise StrategyError(f"schedule.order: group {item.group} makes {made} messages, it must make one")
+        by_group[item.group].append((item.start, item.stop))
+    slices: dict[int, Ranges] = {}
+    for message in draft.messages if order else ():
+        slices[message.index] = covered = sorted(by_group[message.group])
         edges = [0, *(stop for _, stop in covered)]
         if edges[-1] != message.elements or any(s != e for (s, _), e in zip(covered, edges, strict=False)):
             raise StrategyError(
@@ -206,18 +204,15 @@ def _job_seconds(draft: Draft, job: Job) -> float:
     ranks, _ = max(stage.groups, key=lambda group: len(group[0]))
     if stage.kind == "update" or len(ranks) < 2:
         return 0.0
-    link_bytes = _wire_bytes(draft.messages[job.message], stage, job, len(ranks)) * sent_per_byte(
-        stage.kind, len(ranks)
-    )
-    return link_bytes / draft.cluster.ring_bandwidth(ranks) + draft.cluster.latency(ranks[0], ranks[-1])
+    put_in = _wire_bytes(draft.messages[job.message], stage, job, len(ranks))
+    seconds = put_in * sent_per_byte(stage.kind, len(ranks)) / draft.cluster.ring_bandwidth(ranks)
+    return seconds + draft.cluster.latency(ranks[0], ranks[-1])
 
 
 def _wire_bytes(message: Message, stage: Stage, job: Job, participants: int) -> int:
     if stage.kind == "update":
         return 0
     share = job.stop - job.start
-    if stage.returns:
-        if message.synchronizer == "sharded":
-            return -(-share // participants) * ITEM_BYTES[message.dtype]
-        return round(message.parameter_bytes * share / message.elements)
-    return round(message.gradient_bytes * share / message.elements)
+    if stage.returns and message.synchronizer == "sharded":
+        return -(-share // participants) * ITEM_BYTES[message.dtype]
+    return round((message.parameter_bytes if stage.returns else message.gradient_bytes) * share / message.elements)

@@ -46,20 +46,13 @@ class Links:
         outgoing: ArrayLike,
         seconds_per_byte: ArrayLike,
         latency_seconds: ArrayLike = 0.0,
-        incoming: ArrayLike | None = None,
+        incoming: Ids | None = None,
     ) -> "Links":
-        """One value for all ranks or one for each; checked."""
+        """Links with one speed and one latency for all ranks, or one for each."""
         devices = np.asarray(outgoing, np.int64)
-        speeds = []
-        for name, values in (("seconds_per_byte", seconds_per_byte), ("latency_seconds", latency_seconds)):
-            array = np.asarray(values, np.float64)
-            if array.shape not in ((), devices.shape):
-                raise OffbeatError(f"{name}: shape {array.shape} does not fit {len(devices)} ranks")
-            bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-            if len(bad):
-                raise OffbeatError(f"{name}[{bad[0]}]: {array.flat[bad[0]]} is not a finite number of at least 0")
-            speeds.append(np.broadcast_to(array, devices.shape))
-        return cls(devices, speeds[0], speeds[1], None if incoming is None else np.asarray(incoming, np.int64))
+        values = (np.asarray(each, np.float64) for each in (seconds_per_byte, latency_seconds))
+        speed, latency = (np.broadcast_to(each, devices.shape) for each in values)
+        return cls(devices, speed, latency, incoming)
 
 
 @dataclass
@@ -129,12 +122,8 @@ def add_collective(
     rank, the task at whose end, seen after its lag, the rank has its result, or has sent what it has to send.
     """
     width = len(links.outgoing)
-    tasks = np.asarray(ready, np.int64)
-    if tasks.shape not in ((), (width,)):
-        raise OffbeatError(f"ready: shape {tasks.shape} does not fit {width} ranks")
-    if not 0 <= root < width:
-        raise OffbeatError(f"root: rank {root} is outside 0..{width - 1}")
-    added = _Collective(builder, links, np.broadcast_to(tasks, (width,)), priority, builder.collectives)
+    waits = np.broadcast_to(np.asarray(ready, np.int64), (width,))
+    added = _Collective(builder, links, waits, priority, builder.collectives)
     builder.collectives += 1
     match kind:
         case "all_reduce":

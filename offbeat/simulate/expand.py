@@ -107,7 +107,7 @@ class ExpandedSteps(Steps):
             else:
                 cluster, ring = self.plan.cluster, task.ranks
                 goals = [task.root] * len(ring) if rooted else [*ring[1:], ring[0]]
-                hops = [(a, b) for a, b in zip(ring, goals, strict=True)]
+                hops = list(zip(ring, goals, strict=True))
                 # A root has no way to itself; its interface is what it receives and sends with.
                 own = cluster.node_bandwidth(cluster.node_of(ring[0] if task.root is None else task.root))
                 per_byte = [1.0 / (own if a == b else cluster.bandwidth(a, b)) for a, b in hops]  # type: ignore[arg-type]

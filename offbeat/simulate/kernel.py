@@ -99,7 +99,7 @@ def replay(graph: TaskGraph) -> Replay:
     events, stack = np.empty(len(graph.device_first), _EVENT), np.empty(max(1, len(graph)), np.int32)
     edges = graph.first_edge, graph.successor
     for level, keys in _levels(graph):
-        tasks, devices, counters = _task_rows(graph), _device_rows(graph), np.zeros(3, np.int64)
+        (tasks, devices), counters = _rows(graph), np.zeros(3, np.int64)
         sources, loose = np.flatnonzero(graph.indegree == 0), _ANY if len(now) else level
         _begin(sources, *edges, tasks, devices, later, events, loose, keys, start, end, stack, counters)
         state = *edges, tasks, devices, later, now, events, level, keys, start, end, order, stack, counters
@@ -123,22 +123,14 @@ def _levels(graph: TaskGraph) -> Iterator[tuple[int, NDArray[np.void]]]:
     yield _SEPARATED, graph.separated_keys
 
 
-def _task_rows(graph: TaskGraph) -> NDArray[np.void]:
-    rows = np.zeros(len(graph), _TASK)
-    rows["duration"] = graph.duration_seconds
-    rows["lag"] = graph.lag_seconds
-    rows["waits_for"] = graph.indegree
-    rows["device"] = graph.dense_device
-    if graph.priority is not None:
-        rows["priority"] = graph.priority
-    return rows
-
-
-def _device_rows(graph: TaskGraph) -> NDArray[np.void]:
-    rows = np.zeros(len(graph.device_first) - 1, _DEVICE)
-    rows["base"] = graph.device_first[:-1]
-    rows["place"] = _IDLE
-    return rows
+def _rows(graph: TaskGraph) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """The kernel's state of each task and of each device before the first event."""
+    tasks, devices = np.zeros(len(graph), _TASK), np.zeros(len(graph.device_first) - 1, _DEVICE)
+    tasks["duration"], tasks["lag"] = graph.duration_seconds, graph.lag_seconds
+    tasks["waits_for"], tasks["device"] = graph.indegree, graph.dense_device
+    tasks["priority"] = 0.0 if graph.priority is None else graph.priority
+    devices["base"], devices["place"] = graph.device_first[:-1], _IDLE
+    return tasks, devices
 
 
 @_uncounted

@@ -86,13 +86,11 @@ def busy_until(
         return lambda at: np.zeros(np.shape(at))
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
-    opens = np.concatenate(([True], start[1:] > reach[:-1]))
-    begins = start[opens]
-    ends = reach[np.concatenate((np.flatnonzero(opens)[1:] - 1, [len(start) - 1]))]
-    times = np.column_stack((begins, ends)).ravel()
-    filled = np.concatenate(([0.0], np.cumsum(ends - begins)))
-    values = np.column_stack((filled[:-1], filled[1:])).ravel()
-    return lambda at: np.interp(at, times, values)
+    # An interval that begins after all earlier ones have ended closes a stretch of time and opens the next.
+    gap = start[1:] > reach[:-1]
+    begins, ends = start[np.append(True, gap)], reach[np.append(gap, True)]
+    times, busy = np.column_stack((begins, ends)).ravel(), np.append(0.0, np.cumsum(ends - begins))
+    return lambda at: np.interp(at, times, np.repeat(busy, 2)[1:-1])
 
 
 def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timeline:

@@ -40,46 +40,33 @@ class Roles:
 def find_roles(plan: Plan, compute_scale: Mapping[int, float], fold: bool = True) -> Roles:
     """The roles of a plan; with `fold` off every rank is its own."""
     replicas = plan.replicas if plan.rank is None else (plan.rank,)
-    if fold:
-        role_of = _refine(plan, _start(plan, replicas, compute_scale))
-    else:
-        role_of = {rank: number for number, rank in enumerate(replicas)}
+    role_of = _fold(plan, replicas, compute_scale) if fold else _number({rank: rank for rank in replicas})
     members: dict[int, list[int]] = defaultdict(list)
     for rank, role in role_of.items():
         members[role].append(rank)
     return Roles(tuple(tuple(ranks) for ranks in members.values()), _exchanges(plan, role_of))
 
 
-def _start(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
-    """By speed of computing and of the link, and by what makes a rank stand out in the collectives it takes part in."""
-    marks: dict[int, list[Hashable]] = {rank: [] for rank in replicas}
-    for task in plan.tasks:
-        key = (task.message, task.stage, task.start, task.kind)
-        if len(task.ranks) < len(plan.replicas):
-            for rank in task.ranks:
-                if rank in marks:
-                    marks[rank].append((*key, len(task.ranks), rank == task.root))
-        elif task.root is not None and task.root in marks:
-            marks[task.root].append(key)
+def _fold(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
+    """Roles by speed of computing and of the link, split by their parts in collectives and by their partners' roles
+    until no role splits any more."""
     speeds = [(node.peak_flops, node.memory_bandwidth, node.bandwidth) for node in plan.cluster.nodes]
     nodes = plan.cluster.node_of_rank
-    return _number({r: (speeds[nodes[r]], compute_scale.get(r, 1.0), tuple(marks[r])) for r in replicas})
-
-
-def _refine(plan: Plan, role_of: dict[int, int]) -> dict[int, int]:
-    """Splits roles whose partners differ in role, until none does."""
-    partial = [task for task in plan.tasks if 1 < len(task.ranks) < len(plan.replicas)]
-    while partial:
-        partners: dict[int, list[Hashable]] = {rank: [] for rank in role_of}
-        for task in partial:
-            roles = tuple(sorted(role_of.get(rank, -1) for rank in task.ranks))
-            for rank in task.ranks:
-                if rank in partners:
-                    partners[rank].append(roles)
-        finer = _number({rank: (role, tuple(partners[rank])) for rank, role in role_of.items()})
-        if max(finer.values()) == max(role_of.values()):
-            break
+    role_of: dict[int, int] = {}
+    finer = _number({rank: (speeds[nodes[rank]], compute_scale.get(rank, 1.0)) for rank in replicas})
+    while finer != role_of:
         role_of = finer
+        parts: dict[int, list[Hashable]] = {rank: [role] for rank, role in role_of.items()}
+        for task in plan.tasks:
+            key = (task.message, task.stage, task.start, task.kind)
+            if len(task.ranks) < len(plan.replicas):
+                roles = tuple(sorted(role_of.get(rank, -1) for rank in task.ranks))
+                for rank in task.ranks:
+                    if rank in parts:
+                        parts[rank].append((*key, roles, rank == task.root))
+            elif task.root is not None and task.root in parts:
+                parts[task.root].append(key)
+        finer = _number({rank: tuple(part) for rank, part in parts.items()})
     return role_of
 
 

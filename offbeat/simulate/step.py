@@ -7,6 +7,7 @@ each other: a collective starts when all its participants have come to it and ev
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs, in_a_row, message_updates, update_seconds
 from offbeat.cost.tables import Collectives
-from offbeat.plan import Plan, Task
+from offbeat.plan import Plan
 from offbeat.plan.program import Component
 from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Exchange, Roles
@@ -42,12 +43,11 @@ class StepTask(NamedTuple):
 
 def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
     """Compute seconds of each role (row) in each segment (column)."""
-    rows = []
-    for rank in roles.representatives:
-        node = plan.cluster.device_of(rank)
-        scale = costs.compute_scale.get(rank, 1.0)
-        rows.append([s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments])
-    return np.array(rows, np.float64).reshape(len(rows), len(plan.segments))
+    seconds = np.empty((len(roles.ranks), len(plan.segments)))
+    for row, rank in zip(seconds, roles.representatives, strict=True):
+        node, scale = plan.cluster.device_of(rank), costs.compute_scale.get(rank, 1.0)
+        row[:] = [s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments]
+    return seconds
 
 
 def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
@@ -88,6 +88,7 @@ class Steps:
         self.program = plan.program
         self.seconds = segment_seconds(plan, costs, roles).tolist()
         self.updates = message_updates(plan)
+        self._update_seconds = partial(update_seconds, plan, costs, self.updates)
         place = {exchange.task.index: number for number, exchange in enumerate(roles.exchanges)}
         self.sends = [(place[send.task.index], send) for send in self.program.sends if send.task.index in place]
         self.tail = [place[later.task.index] for later in self.program.tail if later.task.index in place]
@@ -192,9 +193,6 @@ class Steps:
     def _arrived(self, role: int, sent: int, messages: Iterable[int]) -> list[int]:
         return [task for index in messages for task in self.arrivals.get((sent, role, index), ())]
 
-    def _update_seconds(self, messages: Sequence[int], share: float = 1.0) -> float:
-        return update_seconds(self.plan, self.costs, self.updates, messages, share)
-
     def _send(self, step: int, position: int, after: dict[int, int]) -> None:
         """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
         exchange = self.roles.exchanges[position]
@@ -265,7 +263,12 @@ class Steps:
         """
         task = self.roles.exchanges[position].task
         root = next(role for role in ready if task.root in self.roles.ranks[role])
-        price = {role: self._straight_price(task, role) for role in ready}
+        price = {}
+        for role in ready:
+            # The root, or any member: all members of a role have equal links.
+            members = set(self.roles.ranks[role])
+            rank = next(rank for rank in (task.root, *task.ranks) if rank is not None and rank in members)
+            price[role] = self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
         begun = {role: self._begin(step, role, gate, queue, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
@@ -277,17 +280,14 @@ class Steps:
         needed = {role: list(parts.values()) if role == root else [parts[role], *shared] for role in ready}
         return {role: self._join(role, step, "end", needed[role]) for role in ready}
 
-    def _straight_price(self, task: Task, role: int) -> tuple[float, float]:
-        members = self.roles.ranks[role]
-        rank = task.root if task.root in members else next(rank for rank in task.ranks if rank in members)
-        assert rank is not None
-        return self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
-
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""
         roles, barrier = range(len(self.roles.ranks)), self.program.barrier
-        for role in roles if barrier and self.program.whole else ():
-            self._apply_whole(role, step)
+        mine = [self.plan.messages[index] for index in self.program.whole]
+        for role in roles if barrier and mine else ():
+            arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
+            self._compute(role, step, None, "wait", 0.0, arrived)
+            self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))
         for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]
@@ -305,10 +305,3 @@ class Steps:
             for component in self.program.components:
                 if len(component.applied) < len(component.messages):
                     self._settle(role, step, component, step)
-
-    def _apply_whole(self, role: int, step: int) -> None:
-        """Barrier mode: one optimizer call for everything that every replica applies."""
-        mine = [self.plan.messages[index] for index in self.program.whole]
-        arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
-        self._compute(role, step, None, "wait", 0.0, arrived)
-        self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))

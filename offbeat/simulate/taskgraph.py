@@ -67,21 +67,16 @@ class TaskGraph:
         label: ArrayLike | None = None,
     ) -> "TaskGraph":
         """N durations and devices, E pairs (before, after); raises OffbeatError naming the first bad value."""
-        duration = _column(duration_seconds, "duration_seconds", None, _are_seconds, _NO_SECONDS) + 0.0
+        duration = _column(duration_seconds, "duration_seconds", None)
         tasks = len(duration)
         if tasks > MOST_TASKS:
             raise OffbeatError(f"duration_seconds: {tasks} tasks are more than the {MOST_TASKS} that fit")
-        lag = np.zeros(tasks)
-        if lag_seconds is not None:
-            lag = _column(lag_seconds, "lag_seconds", tasks, _are_seconds, _NO_SECONDS) + 0.0
+        lag = np.zeros(tasks) if lag_seconds is None else _column(lag_seconds, "lag_seconds", tasks)
         with np.errstate(over="ignore"):
             if not np.isfinite(duration.sum() + lag.sum()):
                 raise OffbeatError("duration_seconds: the sum of all durations and lags is not a finite number")
-        if priority is not None:
-            wrong = "cannot be compared with other priorities"
-            priority = _column(priority, "priority", tasks, lambda values: ~np.isnan(values), wrong) + 0.0
-        wrong = "is not -1 (no device) or a device number from 0"
-        devices = _column(device, "device", tasks, lambda values: (values >= -1) & (values <= MOST_TASKS), wrong)
+        priorities = None if priority is None else _column(priority, "priority", tasks)
+        devices = _column(device, "device", tasks)
         first_edge, successor, indegree = _rows(_pairs(edges, tasks), tasks)
         topological = np.empty(tasks, np.int32)
         sorted_tasks = _sort(first_edge, successor, indegree.copy(), topological)
@@ -89,7 +84,7 @@ class TaskGraph:
             _raise_cycle(first_edge, successor, indegree, topological[:sorted_tasks])
         labels = None if label is None else np.ascontiguousarray(_column(label, "label", tasks))
         rows = first_edge, successor, indegree, topological
-        return cls(duration, np.ascontiguousarray(devices, np.int32), lag, priority, *rows, labels)
+        return cls(duration, np.ascontiguousarray(devices, np.int32), lag, priorities, *rows, labels)
 
     def __len__(self) -> int:
         return len(self.duration_seconds)
@@ -99,10 +94,8 @@ class TaskGraph:
         """Devices numbered without gaps, so that one array entry per device is affordable."""
         if not len(self) or int(self.device.max()) < max(1024, 4 * len(self)):
             return self.device
-        used, dense = np.unique(self.device[self.device >= 0], return_inverse=True)
-        assert len(used) <= len(self)
         result = np.full(len(self), -1, np.int32)
-        result[self.device >= 0] = dense
+        result[self.device >= 0] = np.unique(self.device[self.device >= 0], return_inverse=True)[1]
         return result
 
     @cached_property
@@ -175,53 +168,49 @@ def separate(graph: TaskGraph) -> Hashes:
     return ranks
 
 
-_NO_SECONDS = "is not a finite number of seconds of at least 0"
+_SECONDS = lambda given: np.isfinite(given) & (given >= 0), "is not a finite number of seconds of at least 0"
+_RULES: dict[str, tuple[Callable[[NDArray[Any]], NDArray[np.bool_]], str]] = {
+    "duration_seconds": _SECONDS,
+    "lag_seconds": _SECONDS,
+    "priority": (lambda given: ~np.isnan(given), "cannot be compared with other priorities"),
+    "device": (
+        lambda values: (values >= -1) & (values <= MOST_TASKS),
+        "is not -1 (no device) or a device number from 0",
+    ),
+}
+"""By column: which values are allowed, and what is wrong with others."""
 
 
-def _are_seconds(values: Floats) -> NDArray[np.bool_]:
-    return np.isfinite(values) & (values >= 0)
-
-
-def _column(
-    values: ArrayLike,
-    field: str,
-    length: int | None,
-    allowed: Callable[[NDArray[Any]], NDArray[np.bool_]] = np.isfinite,
-    wrong: str = "",
-) -> NDArray[Any]:
-    """One number for each task; the error quotes the first that is not allowed, and what is wrong with it.
-
-    Callers add 0.0 to floats, which turns -0.0 into 0.0: the two hash differently."""
-    array = _integers(values, field) if field in ("device", "label") else _floats(values, field)
+def _column(values: ArrayLike, field: str, length: int | None) -> NDArray[Any]:
+    """One number for each task; the error quotes the first that is not allowed, and what is wrong with it."""
+    array = _numbers(values, field, integers=field in ("device", "label"))
     if array.ndim != 1:
         raise OffbeatError(f"{field}: shape {array.shape} has {array.ndim} dimensions, not one")
     if length is not None and len(array) != length:
         raise OffbeatError(f"{field}: {len(array)} values given for {length} tasks")
-    bad = np.flatnonzero(~allowed(array))
-    if len(bad):
-        raise OffbeatError(f"{field}[{bad[0]}]: {array[bad[0]]} {wrong}")
-    return array
+    if field in _RULES:
+        allowed, wrong = _RULES[field]
+        bad = np.flatnonzero(~allowed(array))
+        if len(bad):
+            raise OffbeatError(f"{field}[{bad[0]}]: {array[bad[0]]} {wrong}")
+    # A zero added turns -0.0 into 0.0: the two hash differently.
+    return array + 0
 
 
-def _floats(values: ArrayLike, field: str) -> Floats:
+def _numbers(values: ArrayLike, field: str, integers: bool) -> NDArray[Any]:
+    """An array of int64 or float64."""
     try:
-        return np.ascontiguousarray(values, np.float64)
+        array = np.asarray(values) if integers else np.ascontiguousarray(values, np.float64)
     except (TypeError, ValueError):
-        raise OffbeatError(f"{field}: {quote(values)} is not an array of numbers") from None
-
-
-def _integers(values: ArrayLike, field: str) -> NDArray[np.int64]:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError):
-        raise OffbeatError(f"{field}: {quote(values)} is not an array of integers") from None
-    if array.size and array.dtype.kind not in "iu":
+        kind = "integers" if integers else "numbers"
+        raise OffbeatError(f"{field}: {quote(values)} is not an array of {kind}") from None
+    if integers and array.size and array.dtype.kind not in "iu":
         raise OffbeatError(f"{field}: values of type {array.dtype} are not integers")
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64, copy=False) if integers else array
 
 
 def _pairs(edges: ArrayLike, tasks: int) -> NDArray[np.integer[Any]]:
-    array = _integers(edges, "edges")
+    array = _numbers(edges, "edges", integers=True)
     if not array.size:
         return np.empty((0, 2), np.int64)
     if array.ndim != 2 or array.shape[1] != 2:

@@ -96,8 +96,7 @@ def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Node]]:
         messages = list(_messages(content))
         if not messages:
             raise ValueError("it is empty")
-        head = dict(_attribute(value) for number, value in _fields(messages[0]) if number == 2)
-        return head, [_parse_node(message) for message in messages[1:]]
+        return dict(map(_attribute, _decode(messages[0])[2])), list(map(_parse_node, messages[1:]))
     except (ValueError, IndexError) as error:
         raise OffbeatError(f"{path}: not a Chakra execution trace ({error})") from None
 
@@ -268,44 +267,43 @@ def _messages(content: bytes) -> Iterator[bytes]:
         at += length
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field: a number for a varint, else its bytes."""
+def _decode(message: bytes) -> dict[int, list[int | bytes]]:
+    """The values of each field by its number: numbers for varints, else bytes."""
+    values: dict[int, list[int | bytes]] = defaultdict(list)
     at = 0
     while at < len(message):
         tag, at = _read_varint(message, at)
-        wire = tag & 7
+        number, wire = tag >> 3, tag & 7
         if wire == 0:
             value, at = _read_varint(message, at)
-            yield tag >> 3, value
+            values[number].append(value)
             continue
-        if wire == 2:
-            length, at = _read_varint(message, at)
-        elif wire in (1, 5):
-            length = 8 if wire == 1 else 4
-        else:
-            raise ValueError(f"field {tag >> 3} has the unknown wire type {wire}")
+        if wire not in (1, 2, 5):
+            raise ValueError(f"field {number} has the unknown wire type {wire}")
+        length, at = _read_varint(message, at) if wire == 2 else (8 if wire == 1 else 4, at)
         if at + length > len(message):
-            raise ValueError(f"field {tag >> 3} is cut off")
-        yield tag >> 3, message[at : at + length]
+            raise ValueError(f"field {number} is cut off")
+        values[number].append(message[at : at + length])
         at += length
+    return values
 
 
 def _attribute(content: int | bytes) -> tuple[str, Any]:
-    name, value = "", None
-    for number, raw in _fields(_as_bytes(content)):
-        if number == 1:
-            name = _as_bytes(raw).decode()
-        elif number in _VALUE_FIELDS.values():
-            value = _value(number, raw)
-        elif number - 1 in _VALUE_FIELDS.values():
-            items = [item for _, packed in _fields(_as_bytes(raw)) for item in _items(number - 1, packed)]
-            value = [_value(number - 1, item) for item in items]
-    return name, value
+    fields = _decode(_as_bytes(content))
+    value = None
+    for number in _VALUE_FIELDS.values():
+        if fields[number]:
+            value = _value(number, fields[number][-1])
+        elif fields[number + 1]:
+            items = _decode(_as_bytes(fields[number + 1][-1]))[1]
+            numbers = items if number == _VALUE_FIELDS["string"] else [n for raw in items for n in _unpacked(raw)]
+            value = [_value(number, item) for item in numbers]
+    return _text(fields[1]), value
 
 
-def _items(field_number: int, raw: int | bytes) -> Iterator[int | bytes]:
+def _unpacked(raw: int | bytes) -> Iterator[int]:
     """Numbers of a list may be packed into one field or stand in a field each."""
-    if isinstance(raw, int) or field_number == _VALUE_FIELDS["string"]:
+    if isinstance(raw, int):
         yield raw
         return
     at = 0
@@ -316,7 +314,7 @@ def _items(field_number: int, raw: int | bytes) -> Iterator[int | bytes]:
 
 def _value(field_number: int, raw: int | bytes) -> Any:
     if field_number == _VALUE_FIELDS["string"]:
-        return _as_bytes(raw).decode()
+        return _text([raw])
     if isinstance(raw, bytes):
         raise ValueError("an attribute of a number's type is not a number")
     signed = field_number in (_VALUE_FIELDS["int32"], _VALUE_FIELDS["int64"])
@@ -329,16 +327,12 @@ def _as_bytes(raw: int | bytes) -> bytes:
     return raw
 
 
+def _text(values: list[int | bytes]) -> str:
+    return _as_bytes(values[-1]).decode() if values else ""
+
+
 def _parse_node(message: bytes) -> Node:
-    numbers = {1: 0, 3: 0, 6: 0, 7: 0}
-    name, deps, attributes = "", [], dict[str, Any]()
-    for number, raw in _fields(message):
-        if number in numbers and isinstance(raw, int):
-            numbers[number] = raw
-        elif number == 2:
-            name = _as_bytes(raw).decode()
-        elif number in (4, 5):
-            deps += [int(item) for item in _items(0, raw)]
-        elif number == 10:
-            attributes.update([_attribute(raw)])
-    return Node(numbers[1], name, numbers[3], tuple(deps), numbers[6], numbers[7], attributes)
+    fields = _decode(message)
+    id_, type_, start, duration = (next((v for v in fields[n][::-1] if isinstance(v, int)), 0) for n in (1, 3, 6, 7))
+    deps = tuple(number for raw in (*fields[4], *fields[5]) for number in _unpacked(raw))
+    return Node(id_, _text(fields[2]), type_, deps, start, duration, dict(map(_attribute, fields[10])))

@@ -206,10 +206,8 @@ def _lanes(timeline: Timeline, start: Times, end: Times) -> NDArray[np.int32]:
         if (start[members][1:] >= latest[:-1]).all():
             continue
         stacks: list[list[int]] = []
-        for position, begin, finish in zip(
-            members.tolist(), start[members].tolist(), end[members].tolist(), strict=True
-        ):
-            lanes[position] = _place(stacks, begin, finish)
+        for position in members.tolist():
+            lanes[position] = _place(stacks, int(start[position]), int(end[position]))
     return lanes
 
 
@@ -261,14 +259,10 @@ def _span_events(
     """The spans as events, in chunks: as Python objects they take ten times as much memory as in the file."""
     names, unknown = timeline.names, np.isnan(timeline.queued)
     queued = _nanoseconds(np.where(unknown, 0.0, timeline.queued)) / 1000
+    columns: list[NDArray[Any]] = [start / 1000, (end - start) / 1000, timeline.rank, thread, timeline.kind]
+    columns += [timeline.name, timeline.step, timeline.bytes, timeline.task]
     for first in range(0, len(timeline), _SPANS_AT_ONCE):
         part = slice(first, first + _SPANS_AT_ONCE)
-        columns = [
-            (start[part] / 1000).tolist(),
-            ((end[part] - start[part]) / 1000).tolist(),
-            *(column[part].tolist() for column in (timeline.rank, thread, timeline.kind, timeline.name, timeline.step)),
-            *(column[part].tolist() for column in (timeline.bytes, timeline.task)),
-        ]
         events = [
             {
                 "ph": "X",
@@ -280,7 +274,9 @@ def _span_events(
                 "dur": duration,
                 "args": {"kind": KINDS[kind], "step": step, "bytes": size, "task": task},
             }
-            for ts, duration, rank, tid, kind, name, step, size, task in zip(*columns, strict=True)
+            for ts, duration, rank, tid, kind, name, step, size, task in zip(
+                *(column[part].tolist() for column in columns), strict=True
+            )
         ]
         for position in np.flatnonzero(~unknown[part]).tolist():
             events[position]["args"]["queued"] = float(queued[first + position])

@@ -91,12 +91,11 @@ class _Latest:
 
 
 def _last_span(part: Timeline, rank: int | None, finish: float, tolerance: float) -> int:
-    """The span that ends the step: the last of its rank to end by `finish`; a computation if it is not much earlier."""
-    candidates = np.flatnonzero(part.rank == rank) if rank is not None else np.arange(len(part))
-    if not len(candidates):
-        candidates = np.arange(len(part))
-    ended = candidates[part.end[candidates] <= finish]
-    candidates = ended if len(ended) else candidates
+    """The span that ends the step: the last of the rank (of all, without one) to end by `finish`; a computation if that
+    is not much earlier."""
+    candidates = np.arange(len(part))
+    for wanted in (part.rank == rank, part.end <= finish):
+        candidates = candidates[wanted[candidates]] if wanted[candidates].any() else candidates
     last = candidates[part.end[candidates].argmax()]
     computing = candidates[part.kind[candidates] != COMMUNICATION]
     if len(computing):
@@ -132,17 +131,16 @@ def _predecessors(part: Timeline, age: Positions, tolerance: float) -> Positions
     computed = _earlier(part, age, np.flatnonzero(~communicating), rank, ready, tolerance)
     received = _earlier(part, age, np.flatnonzero(communicating), rank, part.start, tolerance)
 
-    ended = {name: _ends(part, found) for name, found in (("track", same_track), ("computed", computed))}
+    track_end, computed_end = _ends(part, same_track), _ends(part, computed)
     stood_in_queue = np.where(
         np.isnan(part.queued),
-        (ended["track"] >= part.start - tolerance) | (ended["track"] >= ended["computed"]),
-        ended["track"] > part.queued + tolerance,
+        (track_end >= part.start - tolerance) | (track_end >= computed_end),
+        track_end > part.queued + tolerance,
     )
     for_collective = np.where(stood_in_queue | (computed == _NONE), same_track, computed)
 
-    for_compute = np.where(_ends(part, received) > ended["track"] + tolerance, received, same_track)
-    other_track = ended["computed"] > _ends(part, for_compute) + tolerance
-    for_compute = np.where(other_track, computed, for_compute)
+    for_compute = np.where(_ends(part, received) > track_end + tolerance, received, same_track)
+    for_compute = np.where(computed_end > _ends(part, for_compute) + tolerance, computed, for_compute)
     return np.where(communicating, for_collective, for_compute)
 
 

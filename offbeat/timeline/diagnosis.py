@@ -9,6 +9,7 @@ One sweep over the sorted starts and ends of all spans yields the segments betwe
 rest. Times are means over the timeline's steps.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -106,7 +107,7 @@ class Diagnosis:
 
     def text(self) -> str:
         """A summary of several lines for people."""
-        return "\n".join([*_summary(self), *_table(self.ranks), *_findings(self)])
+        return "\n".join(_lines(self))
 
 
 def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
@@ -346,55 +347,42 @@ def _list(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _summary(diagnosis: Diagnosis) -> list[str]:
-    count = len(diagnosis.ranks)
-    ranks, steps = f"{count} rank{'s' * (count > 1)}", f"{diagnosis.steps} step{'s' * (diagnosis.steps > 1)}"
-    lines = [f"{diagnosis.source} step of {_show(diagnosis.step_seconds)} on {ranks}, mean of {steps}"]
-    if diagnosis.ideal_seconds:
-        ratio = diagnosis.step_seconds / diagnosis.ideal_seconds
-        ideal = _show(diagnosis.ideal_seconds)
-        lines.append(f"ideal, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}x that")
-    if count > 1 and not diagnosis.communication_seen:
-        lines.append("communication: NOT RECORDED, so the ideal and what is exposed are unknown")
-    return lines
-
-
-def _table(ranks: tuple[RankTime, ...]) -> list[str]:
-    columns = ("compute", "exposed", "waiting", "idle", "overlap")
-    lines = [f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)]
-    slowest = sorted(ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN]
-    for rank in slowest if len(ranks) > _MOST_RANKS_SHOWN else ranks:
-        values = (_show(getattr(rank, f"{column}_seconds")) for column in columns)
-        lines.append(f"{rank.rank:>5}" + "".join(f"{value:>12}" for value in values))
-    if len(slowest) < len(ranks):
-        lines.append(f"      and {len(ranks) - len(slowest)} ranks that compute less")
-    return lines
-
-
 def short_name(name: str) -> str:
     """The name of a bucket, which lists all its tensors, shortened to the first, the last and their number."""
     names = name.split(",")
     return name if len(names) < 3 else f"{names[0]} to {names[-1]}, {len(names)} tensors"
 
 
-def _findings(diagnosis: Diagnosis) -> list[str]:
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    count = len(diagnosis.ranks)
+    ranks, steps = f"{count} rank{'s' * (count > 1)}", f"{diagnosis.steps} step{'s' * (diagnosis.steps > 1)}"
+    yield f"{diagnosis.source} step of {_show(diagnosis.step_seconds)} on {ranks}, mean of {steps}"
+    if diagnosis.ideal_seconds:
+        ratio, ideal = diagnosis.step_seconds / diagnosis.ideal_seconds, _show(diagnosis.ideal_seconds)
+        yield f"ideal, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}x that"
+    if count > 1 and not diagnosis.communication_seen:
+        yield "communication: NOT RECORDED, so the ideal and what is exposed are unknown"
+    columns = ("compute", "exposed", "waiting", "idle", "overlap")
+    yield f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)
+    slowest = sorted(diagnosis.ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN]
+    for rank in slowest if count > _MOST_RANKS_SHOWN else diagnosis.ranks:
+        yield f"{rank.rank:>5}" + "".join(f"{_show(getattr(rank, f'{column}_seconds')):>12}" for column in columns)
+    if len(slowest) < count:
+        yield f"      and {count - len(slowest)} ranks that compute less"
     found = diagnosis.straggler
     if found is None:
-        said = "none"
+        yield "straggler: none"
     elif found.reason == "compute":
-        said = f"rank {found.rank} computes {_show(found.seconds)} longer than the others"
+        yield f"straggler: rank {found.rank} computes {_show(found.seconds)} longer than the others"
     else:
-        said = f"the others wait {_show(found.seconds)} per step for rank {found.rank}"
-    lines = [f"straggler: {said}"]
-    lines += [
-        f"  {short_name(blame.name)} ({format_bytes(blame.bytes)}): {_show(blame.exposed_seconds)} exposed, "
-        f"{_show(blame.waiting_seconds)} waiting"
-        for blame in diagnosis.blame
-    ]
+        yield f"straggler: the others wait {_show(found.seconds)} per step for rank {found.rank}"
+    for blame in diagnosis.blame:
+        exposed, waiting = _show(blame.exposed_seconds), _show(blame.waiting_seconds)
+        yield f"  {short_name(blame.name)} ({format_bytes(blame.bytes)}): {exposed} exposed, {waiting} waiting"
     if diagnosis.critical_by_kind:
         kinds = sorted(diagnosis.critical_by_kind.items(), key=lambda item: -item[1])
-        lines.append("critical path: " + ", ".join(f"{kind} {share:.0%}" for kind, share in kinds))
-    return lines + [f"note: {note}" for note in diagnosis.notes]
+        yield "critical path: " + ", ".join(f"{kind} {share:.0%}" for kind, share in kinds)
+    yield from (f"note: {note}" for note in diagnosis.notes)
 
 
 def _show(seconds: float) -> str:

@@ -57,30 +57,26 @@ class Span:
         return self.end - self.start
 
 
-def _column(name: str) -> NDArray[Any]:
-    return np.empty(0, COLUMNS[name])
-
-
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """Spans of all ranks on one clock, as columns of equal length."""
 
     names: tuple[str, ...] = ()
     tracks: tuple[str, ...] = (COMPUTE, NETWORK)
-    start: NDArray[np.float64] = field(default_factory=lambda: _column("start"))
-    end: NDArray[np.float64] = field(default_factory=lambda: _column("end"))
-    rank: NDArray[np.int32] = field(default_factory=lambda: _column("rank"))
-    track: NDArray[np.int32] = field(default_factory=lambda: _column("track"))
+    start: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, COLUMNS["start"]))
+    end: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, COLUMNS["end"]))
+    rank: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, COLUMNS["rank"]))
+    track: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, COLUMNS["track"]))
     """Index into `tracks`."""
-    kind: NDArray[np.int8] = field(default_factory=lambda: _column("kind"))
+    kind: NDArray[np.int8] = field(default_factory=lambda: np.empty(0, COLUMNS["kind"]))
     """Index into `KINDS`."""
-    name: NDArray[np.int32] = field(default_factory=lambda: _column("name"))
+    name: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, COLUMNS["name"]))
     """Index into `names`."""
-    step: NDArray[np.int32] = field(default_factory=lambda: _column("step"))
-    queued: NDArray[np.float64] = field(default_factory=lambda: _column("queued"))
+    step: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, COLUMNS["step"]))
+    queued: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, COLUMNS["queued"]))
     """NaN where unknown."""
-    bytes: NDArray[np.int64] = field(default_factory=lambda: _column("bytes"))
-    task: NDArray[np.int32] = field(default_factory=lambda: _column("task"))
+    bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, COLUMNS["bytes"]))
+    task: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, COLUMNS["task"]))
     marks: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """Per rank, in order of `marked_ranks`, when its steps began and the last ended: shape (ranks, steps + 1)."""
     peak_memory: tuple[int, ...] = ()
@@ -221,11 +217,5 @@ class Builder:
         columns: dict[str, Any] = {
             name: np.array(column, dtype) for (name, dtype), column in zip(COLUMNS.items(), values, strict=True)
         }
-        return Timeline(
-            names=tuple(self.names),
-            tracks=tuple(self.tracks),
-            **columns,
-            marks=np.empty((0, 0)) if marks is None else marks,
-            source=source,
-            notes=notes,
-        )
+        columns |= {} if marks is None else {"marks": marks}
+        return Timeline(tuple(self.names), tuple(self.tracks), **columns, source=source, notes=notes)

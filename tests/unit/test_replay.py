@@ -272,18 +272,6 @@ def test_one_rank_has_nothing_to_send():
         assert replay(builder.build()).end[done].tolist() == [3.0]
 
 
-def test_bad_network_is_named():
-    with pytest.raises(OffbeatError, match=r"seconds_per_byte\[1\]: -1.0"):
-        net.Links.make([0, 1], [1, -1])
-    with pytest.raises(OffbeatError, match=r"latency_seconds: shape \(3,\) does not fit 2 ranks"):
-        net.Links.make([0, 1], 1, [1, 1, 1])
-    builder, links = _network(2)
-    with pytest.raises(OffbeatError, match=r"root: rank 2 is outside 0\.\.1"):
-        net.add_collective(builder, "broadcast", links, 1, root=2, ready=-1)
-    with pytest.raises(OffbeatError, match=r"ready: shape \(3,\) does not fit 2 ranks"):
-        net.add_collective(builder, "all_reduce", links, 1, ready=[0, 0, 0])
-
-
 def test_a_million_tasks_are_quick():
     """A loose bound, which holds on a loaded machine; benchmarks/replay_speed.py measures."""
     script = (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from offbeat.cost.measured import Costs, variable_updates
 from offbeat.cost.tables import Collectives
 from offbeat.graph import Variable
-from offbeat.plan import Piece, Plan, Task
+from offbeat.plan import Plan, Task
 from offbeat.plan.compress import gradient_bytes
 from offbeat.plan.messages import ALONE, make_stages
 from offbeat.plan.program import applied_as_it_arrives
@@ -103,13 +103,10 @@ class Gradients:
         return self._tails(np.where(self.as_it_arrives, 0.0, self.update))
 
     def _tails(self, update: Floats) -> Floats:
+        backwards = self.forward_order[::-1]
+        seconds = np.column_stack((update[backwards], self.before[::-1])).ravel()
         tail = np.empty(len(self))
-        remaining = self.after
-        for place in range(len(self) - 1, -1, -1):
-            unit = self.forward_order[place]
-            remaining += update[unit]
-            tail[unit] = remaining
-            remaining += self.before[place]
+        tail[backwards] = np.cumsum(np.append(self.after, seconds))[1::2]
         return tail
 
     def arrangement(self, *, fused: bool = False, barrier: bool = False) -> Arrangement:
@@ -124,9 +121,7 @@ class Gradients:
         """As many parts as make none longer than `part_bytes` on the wire."""
         parts = np.ones(len(self), np.int64)
         starts = np.flatnonzero(borders)
-        if len(starts):
-            sizes = np.add.reduceat(self.wire, starts)
-            parts[starts] = np.maximum(1, np.ceil(sizes / part_bytes)).astype(np.int64)
+        parts[starts] = np.maximum(1, np.ceil(np.add.reduceat(self.wire, starts) / part_bytes)).astype(np.int64)
         return np.where(self.sliceable, parts, 1)
 
     def groups(self, borders: Flags) -> list[tuple[int, ...]]:
@@ -164,7 +159,7 @@ def gradients_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_second
         shards=shards,
         ready=np.array(ready) + slack_seconds,
         elements=np.array([sum(variable.elements for variable in unit) for _, unit in kinds], np.int64),
-        wire=np.array([float(sum(_wire_bytes(variable, kind[0]) for variable in unit)) for kind, unit in kinds]),
+        wire=np.array([float(sum(gradient_bytes(kind[0], v.shape, v) for v in unit)) for kind, unit in kinds]),
         update=np.array([sum(updates[name] for name in names) for names in units]),
         overhead=np.ascontiguousarray(prices[:, 0]),
         lag=np.ascontiguousarray(prices[:, 1]),
@@ -207,10 +202,6 @@ def _units(plan: Plan, coarsen: bool) -> list[tuple[tuple[Shard, str, str], list
     return [(kind, unit) for kind, units in kinds.items() for unit in units]
 
 
-def _wire_bytes(variable: Variable, shard: Shard) -> int:
-    return gradient_bytes(shard, Piece.whole(variable), variable)
-
-
 def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]:
     """Seconds for which a collective takes the link without bytes, until its result is there, and for each byte."""
     stage = make_stages(shard, plan.replicas, plan.cluster)[0]
@@ -227,4 +218,4 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
 def link_seconds(plan: Plan, costs: Costs, variable: Variable, shard: Shard) -> float:
     """Seconds for which one variable alone would take the link."""
     overhead, _, per_byte = _price(plan, costs, shard)
-    return overhead + per_byte * _wire_bytes(variable, shard)
+    return overhead + per_byte * gradient_bytes(shard, variable.shape, variable)

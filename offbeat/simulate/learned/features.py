@@ -110,7 +110,9 @@ def encode(
 
     `replay` puts the replayer's prediction in as well, and `what_ifs` its sensitivities, which take ten times as long.
     """
-    shards = _shards(plan)
+    place = plan.graph.variable_index
+    pieces = ((message, piece) for message in plan.messages for piece in message.pieces)
+    shards = sorted(pieces, key=lambda entry: (place[entry[1].variable], entry[1].box))
     coefficients = coefficients or Coefficients()
     entries = message_features(plan)
     collective, server = sync_seconds(entries, coefficients)
@@ -128,7 +130,7 @@ def encode(
         *_schedule(plan.strategy.schedule),
         *sensitivities,
     ]
-    nodes = [_node(plan, message, piece, entries[message.index].vector) for message, piece in shards]
+    nodes = [_node(plan, message, piece, entries[message.index][:3]) for message, piece in shards]
     return Encoded(
         np.array(nodes, dtype=np.float32).reshape(len(shards), len(NODE_NAMES)),
         _edges(shards),
@@ -150,17 +152,10 @@ def _sensitivities(plan: Plan, costs: Costs, seconds: float) -> list[float]:
     return [_log(each) - _log(seconds) for each in times]
 
 
-def _shards(plan: Plan) -> list[tuple[Message, Piece]]:
-    """Every piece with its message, in forward order."""
-    place = plan.graph.variable_index
-    found = [(message, piece) for message in plan.messages for piece in message.pieces]
-    return sorted(found, key=lambda entry: (place[entry[1].variable], entry[1].box))
-
-
 def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, float]) -> list[float]:
     variable = plan.graph.variable(piece.variable)
-    size = message.bytes * piece.elements / max(1, message.elements)
     share = piece.elements / max(1, message.elements)
+    size = message.bytes * piece.elements / max(1, message.elements)
     position = plan.graph.variable_index[variable.name] / max(1, len(plan.graph.variables) - 1)
     owner, rows = message.owner, piece.shape[0] if piece.shape else 1
     bandwidth = 0.0 if owner is None else math.log10(plan.cluster.node_bandwidth(plan.cluster.node_of(owner)))

@@ -8,8 +8,7 @@ combined   the replayer's logarithm plus what a linear part learns of its error 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,8 +27,7 @@ _GAIN = 4.0
 """Of what the combined model learns: it moves as fast as the replayer's weight, which begins with this number."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Plans padded to the longest, with the graph of all of them side by side."""
 
     nodes: Tensor
@@ -88,7 +86,7 @@ class ScoreModel(nn.Module, ABC):
         """(scores, hidden vectors), one per plan."""
         nodes = ((batch.nodes - self.node_mean) * self.node_scale).clamp(-6, 6)
         whole = ((batch.whole - self.whole_mean) * self.whole_scale).clamp(-6, 6)
-        return self.score(Batch(nodes, batch.lengths, batch.edges, whole, batch.base - self.base_mean))
+        return self.score(batch._replace(nodes=nodes, whole=whole, base=batch.base - self.base_mean))
 
     @abstractmethod
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -122,12 +122,11 @@ class Simulator:
         losses = []
         for number in random.permutation(len(batches)):
             domain, chosen = batches[number]
-            times = np.asarray(domain.seconds)[chosen]
-            first, second = _pairs(times)
-            if not len(first):
+            faster, slower = _pairs(np.asarray(domain.seconds)[chosen])
+            if not len(faster):
                 continue
             scores, _ = self.model(collate([domain.plans[position] for position in chosen]))
-            loss = pairwise_loss(scores, first, second)
+            loss = pairwise_loss(scores, faster, slower)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
@@ -136,15 +135,13 @@ class Simulator:
         return float(np.mean(losses)) if losses else 0.0
 
     def _scores(self, plans: Sequence[Encoded]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        scores, hidden = [], []
-        with torch.no_grad():
-            for start in range(0, len(plans), 256):
-                score, vector = self.model(collate(plans[start : start + 256]))
-                scores.append(score.double().numpy())
-                hidden.append(vector.double().numpy())
-        if not scores:
+        """Score and hidden vector of each plan."""
+        if not plans:
             return np.zeros(0), np.zeros((0, 0))
-        return np.concatenate(scores), np.concatenate(hidden)
+        with torch.no_grad():
+            parts = [self.model(collate(plans[start : start + 256])) for start in range(0, len(plans), 256)]
+        scores, hidden = (torch.cat(column).double().numpy() for column in zip(*parts, strict=True))
+        return scores, hidden
 
     def _calibrate(self, domain: Samples) -> None:
         """A rising line from scores to the logarithms of seconds."""
