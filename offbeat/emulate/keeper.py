@@ -182,8 +182,7 @@ def main(owner: int, mark: str) -> None:
     linux.name_process("offbeat-keeper")
     namespaces: set[str] = set()
     try:
-        _serve(watched, namespaces)
-    except BrokenPipeError:
-        pass
+        with contextlib.suppress(BrokenPipeError):
+            _serve(watched, namespaces)
     finally:
         _kill_all(namespaces, mark.encode())

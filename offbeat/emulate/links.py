@@ -18,7 +18,7 @@ from offbeat.emulate import linux
 
 INTERFACE = "eth0"
 PREFIX_LENGTH = 16
-_BRIDGE = "switch"
+_BRIDGE, _PORT = "switch", "port"
 # One segment as large as TCP offload builds it: fewest packets, so that few cores can drive several links.
 _MTU = 65_000
 # The bucket must hold one whole packet with its headers, else it is cut up in software or dropped. Above 2.8 Gbit/s it
@@ -57,7 +57,7 @@ class Network:
 
     def _plug(self, bridge: int, position: int, namespace: int, address: str) -> None:
         """Joins a host to the switch."""
-        host, port = self._hosts[position], _port(position)
+        host, port = self._hosts[position], f"{_PORT}{position}"
         peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
         self._switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
         self._switch.link("set", index=_index(self._switch, port), master=bridge, state="up")
@@ -69,7 +69,7 @@ class Network:
     def shape(self, host: int, bytes_per_second: float | None) -> None:
         """Limits both directions of a host's link; None lifts the limit. The latency is added where the host sends."""
         _shape(self._hosts[host], INTERFACE, bytes_per_second, self._latency_seconds)
-        _shape(self._switch, _port(host), bytes_per_second, None)
+        _shape(self._switch, f"{_PORT}{host}", bytes_per_second, None)
 
 
 def _open() -> IPRoute:
@@ -106,7 +106,3 @@ def _shape(route: IPRoute, interface: str, bytes_per_second: float | None, laten
 
 def _index(route: IPRoute, interface: str) -> int:
     return next(iter(route.link_lookup(ifname=interface)))
-
-
-def _port(host: int) -> str:
-    return f"port{host}"
