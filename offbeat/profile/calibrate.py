@@ -102,21 +102,21 @@ def _least_disturbed(channel: Channel, device: torch.device) -> dict[str, list[S
     return min(found, key=lambda attempt: attempt[0])[1]
 
 
-def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
+def measure(channel: Channel, kind: str, device: torch.device) -> list[Sample]:
     """Samples of one collective, the slowest rank's; the same on every rank."""
     larger = [starter(channel, kind, LARGE_BYTES, device, turn) for turn in range(IN_A_ROW)]
-    rows = {LARGE_BYTES: _repeat(channel, device, larger, LEFT_OUT, REPEATS)}
+    large = _repeat(channel, device, larger, LEFT_OUT, REPEATS)
     samples: list[Sample] = []
-    for size in sizes:
+    for size in SIZES:
         starts = [starter(channel, kind, size, device, turn) for turn in range(IN_A_ROW)]
         if size >= LARGE_BYTES:
-            alone, whole = rows.get(size) or _repeat(channel, device, starts, LEFT_OUT, REPEATS)
+            alone, whole = large if size == LARGE_BYTES else _repeat(channel, device, starts, LEFT_OUT, REPEATS)
             each = whole / (IN_A_ROW - LEFT_OUT)
         else:
             small = cycle(starts)
-            row = [start for large in larger[:CYCLES] for start in (*islice(small, SMALL_IN_A_ROW), large)]
+            row = [start for last in larger[:CYCLES] for start in (*islice(small, SMALL_IN_A_ROW), last)]
             alone, whole = _repeat(channel, device, row, SMALL_IN_A_ROW + 1, SMALL_REPEATS)
-            others = rows[LARGE_BYTES][1] / (IN_A_ROW - LEFT_OUT)
+            others = large[1] / (IN_A_ROW - LEFT_OUT)
             each = max(0.0, (whole / (CYCLES - 1) - others) / SMALL_IN_A_ROW)
         one, rest = largest(channel, torch.tensor([alone, each], dtype=torch.float64, device=device)).tolist()
         samples.append((size, one, rest))
@@ -129,11 +129,12 @@ def _repeat(
     channel: Channel, device: torch.device, starts: Sequence[Callable[[], Work]], left_out: int, repeats: int
 ) -> tuple[float, float]:
     """Medians: (seconds of the first one alone, seconds of the row without the first `left_out`)."""
+    meeting = [lambda: channel.all_reduce(torch.zeros(1, device=device))]
     alone, row = [], []
     for _ in range(repeats):
-        _meet(channel, device)
+        _ends(meeting, device)
         alone.append(_ends(starts[:1], device)[0])
-        _meet(channel, device)
+        _ends(meeting, device)
         ends = _ends(starts, device)
         # Buffers along the way absorb the first ones.
         row.append(ends[-1] - ends[left_out - 1])
@@ -200,11 +201,6 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
             return lambda: channel.gather(outputs, tensor, root)
 
 
-def _meet(channel: Channel, device: torch.device) -> None:
-    channel.all_reduce(torch.zeros(1, device=device)).wait()
-    _synchronise(device)
-
-
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
     """Seconds until each of the collectives, all issued at once, has ended."""
     begin = time.perf_counter()
@@ -212,14 +208,10 @@ def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[fl
     ends = []
     for work in works:
         work.wait()
-        _synchronise(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         ends.append(time.perf_counter() - begin)
     return ends
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_partitionings(world: int) -> Measured:

@@ -53,9 +53,7 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     counted = 1 if synchronisations > 1 else passes
     factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
     shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
-    first_call: dict[str, int] = {}
-    for position, module in enumerate(calls):
-        first_call.setdefault(first.modules[module], position)
+    first_call = {first.modules[module]: position for position, module in reversed([*enumerate(calls)])}
     names = [first.gradients[parameter] for parameter in grads]
     used_at = {name: _first_use(name, first_call) for name in names}
     operators = [
@@ -65,18 +63,12 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
         _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i] * parts, (name,))
         for i, name in enumerate(names)
     ]
+    # Where two backward passes follow one forward, the later one completes the gradient.
+    completed = {name: f"backward.{position}" for position, name in enumerate(names)}
     variables = [
-        Variable(
-            name=name,
-            shape=shapes[name][0],
-            dtype=shapes[name][1],
-            first_use=f"forward.{used_at[name]}" if calls else None,
-            gradient_from=f"backward.{position}",
-        )
-        # Where two backward passes follow one forward, the later one completes the gradient.
-        for name, position in {name: position for position, name in enumerate(names)}.items()
+        Variable(name, *shapes[name], f"forward.{used_at[name]}" if calls else None, completed[name])
+        for name in sorted(completed, key=used_at.__getitem__)
     ]
-    variables.sort(key=lambda variable: used_at[variable.name])
     graph = ModelGraph(
         name=first.path.parent.name or "job",
         operators=(*operators, *update_operators(variables, "SGD", 1)),
@@ -136,7 +128,7 @@ def _alone(
 
 
 def _shares(
-    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int = 1
+    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds, and share of communication, of each span: arrays (steps that made the wanted calls, passes, spans)."""
     seconds, share = [], []
@@ -209,7 +201,7 @@ def gap_seconds(traces: list[RankTrace]) -> float:
     for trace in traces:
         for step in trace.steps:
             busy = [*_compute_spans(step), *((start, end) for _, _, start, end in step.local)]
-            left.append(step.seconds - covered([*busy, *_waits_behind_backward(trace, step)]))
+            left.append(step.end - step.begin - covered([*busy, *_waits_behind_backward(trace, step)]))
     return max(0.0, median(left))
 
 

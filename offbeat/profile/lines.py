@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -85,10 +85,6 @@ class Step:
     plan: RecordedPlan | None = None
     """The plan in force, in an Offbeat job."""
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
 
 @checked_dataclass(frozen=True, kw_only=True)
 class Header:
@@ -158,13 +154,12 @@ _CLOCK = TypeAdapter(tuple[Tick, ...])
 _COLLECTIVES = TypeAdapter(list[Collective])
 
 
-def read_rank(path: Path) -> RankTrace:
-    """One rank's trace. A last line that was cut off by a crash is left out."""
-    return parse_rank(_lines(path), path)
+def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> RankTrace:
+    """One rank's trace, from its file or from the lines `noted` in memory; errors name `path`.
 
-
-def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
-    """The lines of one rank's trace; `path` is what errors name."""
+    A last line that was cut off by a crash is left out.
+    """
+    lines = _lines(path) if noted is None else iter(noted)
     first = next(lines, None)
     if not isinstance(first, dict) or first.get("offbeat_trace") != FORMAT:
         raise OffbeatError(
@@ -267,8 +262,13 @@ def _steps(
         for rows, names in ((line.forward, header.modules), (line.backward, header.gradients)):
             if any(row[0] >= len(names) for row in rows):
                 raise ValueError(f"step {line.step} names a module or a gradient that the job does not have")
+        turns: defaultdict[int, count[int]] = defaultdict(count)
         own = collectives[slice(*np.searchsorted(queued, (line.begin, line.end)))]
-        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), _numbered(own), plan))
+        numbered = tuple(row._replace(turn=next(turns[row.task])) for row in own)
+        for row in numbered:
+            if row.turn >= MOST_TURNS:
+                raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
+        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan))
     return tuple(steps)
 
 
@@ -296,13 +296,3 @@ def _passes(line: _StepLine) -> tuple[Pass, ...]:
         )
         for number, start in enumerate(starts)
     )
-
-
-def _numbered(collectives: list[Collective]) -> tuple[Collective, ...]:
-    """The collectives of a step, each with how often it was issued before."""
-    turns: defaultdict[int, count[int]] = defaultdict(count)
-    numbered = tuple(row._replace(turn=next(turns[row.task])) for row in collectives)
-    for row in numbered:
-        if row.turn >= MOST_TURNS:
-            raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
-    return numbered

@@ -129,8 +129,6 @@ class CollectiveListener:
 
     def __init__(self, recorder: "Recorder") -> None:
         self.recorder = recorder
-        self.count = 0
-        """Number of collectives since the step began."""
         self.inside = False
         """Inside one of the functions, which may call another."""
         known = [name for name in _CALLS if hasattr(dist, name)]
@@ -152,8 +150,9 @@ class CollectiveListener:
                 self.inside = False
             tensor = args[place] if len(args) > place else kwargs.get(keyword)
             size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-            what = (self.count, kind, f"{name}.{self.count}", size, dist.get_world_size(kwargs.get("group")))
-            self.count += 1
+            number = self.recorder.issued
+            self.recorder.issued += 1
+            what = (number, kind, f"{name}.{number}", size, dist.get_world_size(kwargs.get("group")))
 
             def ended(*_: Any) -> None:
                 self.recorder.collective(*what, queued, queued, time.perf_counter())

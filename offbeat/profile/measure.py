@@ -28,7 +28,7 @@ from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.plan.model import sent_per_byte
 from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, usual, with_variables_of
-from offbeat.profile.lines import RankTrace, Step, parse_rank
+from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
 from offbeat.runtime.comm import known_costs
@@ -86,7 +86,7 @@ def profile_in_place(
 
     `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
     """
-    traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
+    traces = [read_rank(Path(f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
     costs = replace(known_costs(traces[0].backend, world), collectives=fits)
     profile = make_profile(traces, costs)
@@ -259,10 +259,7 @@ def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tu
 
 def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
     """The recorded DDP buckets as a strategy."""
-    groups: dict[str, int] = {}
-    for row in traces[0].steps[-1].communication:
-        for name in row.name.split(","):
-            groups[name] = row.task
+    groups = {name: row.task for row in traces[0].steps[-1].communication for name in row.name.split(",")}
     configs = {
         variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
         for variable in graph.variables

@@ -59,12 +59,11 @@ class Recorder:
         self.handles: list[Any] = []
         self.steps = 0
         self.kind = ""
-        self.listener: CollectiveListener | None = None
         self.runtime: Runtime | None = None
         """None unless this is an Offbeat job."""
         self.plans = PlanWriter()
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
-        self.communications: list[tuple[Any, ...]] = []
+        self.collectives: list[tuple[Any, ...]] = []
         self.optimizer_began = 0.0
         self.optimizer_stepped: Callable[[torch.optim.Optimizer], None] | None = None
         """Called after each step of a torch optimizer."""
@@ -87,20 +86,8 @@ class Recorder:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
             self._write({"plan": changed})
-        line = {
-            "step": self.steps,
-            "begin": self.begin,
-            "end": now,
-            "calls": self.calls,
-            "forward": self.forward,
-            "backward": self.backward,
-            "local": self.local_spans,
-            # Collectives that end during a later step are written with it; each says which step it belongs to.
-            "communication": self._take_communication(),
-            "complete": self.complete,
-            "updated": self.updated,
-        }
-        self._write(line)
+        # Collectives that end during a later step are written with it; each says which step it belongs to.
+        self._write(self.line | {"end": now, "communication": self._take_communication()})
         self.steps += 1
         self._begin_step()
 
@@ -156,8 +143,7 @@ class Recorder:
         self._write(self._header(inner))
         self._write({"clock": ticks})
         # The present step began before the recorder was attached.
-        self.complete = self.updated = False
-        self.begin = time.perf_counter()
+        self.line |= {"complete": False, "updated": False, "begin": time.perf_counter()}
 
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
@@ -183,7 +169,7 @@ class Recorder:
         unknown = sharded
 
         def reached(*_: Any) -> None:
-            self.forward.append([number, time.perf_counter(), 0.0])
+            self.line["forward"].append([number, time.perf_counter(), 0.0])
 
         def begins(*_: Any) -> None:
             nonlocal unknown
@@ -194,7 +180,7 @@ class Recorder:
                     full = f"{name}.{part}" if name else part
                     if full in self.numbers and parameter.is_leaf:
                         self._listen_to_gradient(full, parameter)
-            self.forward[-1][2] = time.perf_counter()
+            self.line["forward"][-1][2] = time.perf_counter()
 
         # Offbeat's runtime waits for a module's variables between the two.
         self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
@@ -204,7 +190,7 @@ class Recorder:
         number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
-            self.backward.append((number, time.perf_counter()))
+            self.line["backward"].append((number, time.perf_counter()))
 
         self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
@@ -224,8 +210,7 @@ class Recorder:
             if buckets is not None:
                 self.handles.append(buckets)
                 return
-        self.listener = CollectiveListener(self)
-        self.handles.append(self.listener)
+        self.handles.append(CollectiveListener(self))
 
     def _header(self, model: torch.nn.Module) -> dict[str, Any]:
         return {
@@ -276,29 +261,23 @@ class Recorder:
         return times
 
     def _begin_step(self) -> None:
-        self.complete = True
-        self.updated = False
-        """The optimizer has made a step."""
-        self.calls: list[list[float]] = []
-        """When each forward of the whole model began and ended."""
-        self.forward: list[list[float]] = []
-        self.backward: list[tuple[int, float]] = []
-        self.local_spans: list[tuple[str, list[int], float, float]] = []
-        if self.listener is not None:
-            self.listener.count = 0
-        self.begin = time.perf_counter()
+        self.issued = 0
+        """Number of torch.distributed's collectives in this step."""
+        noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
+        self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": time.perf_counter()}
+        """What the present step's line will say; see `offbeat.profile.lines`."""
 
     def _take_communication(self) -> list[tuple[Any, ...]]:
-        taken, self.communications = self.communications, []
+        taken, self.collectives = self.collectives, []
         return taken
 
     def _forward_begins(self, *_: Any) -> None:
-        self.calls.append([time.perf_counter(), 0.0])
+        self.line["calls"].append([time.perf_counter(), 0.0])
 
     def _forward_ends(self, *_: Any) -> None:
         # The forward in which the recorder found the model has no beginning.
-        if self.calls:
-            self.calls[-1][1] = time.perf_counter()
+        if self.line["calls"]:
+            self.line["calls"][-1][1] = time.perf_counter()
         if self.runtime is not None:
             # Not when the step ends: by then the engine may follow another plan.
             self.followed = self.runtime.plan, self.runtime.engine.mode
@@ -307,27 +286,25 @@ class Recorder:
         self.optimizer_began = time.perf_counter()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.updated = True
-        self.local_spans.append(("optimizer", [], self.optimizer_began, time.perf_counter()))
+        self.line["updated"] = True
+        self.local("optimizer", (), self.optimizer_began, time.perf_counter())
         if self.optimizer_stepped is not None:
             self.optimizer_stepped(optimizer)
 
     def _engine_stepped(self) -> None:
-        self.updated = True
+        self.line["updated"] = True
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
         self.collective(task.index, task.kind, task.name, task.wire_bytes, len(task.ranks), queued, issued, finished)
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
-        """A wait or an update of Offbeat's runtime."""
-        self.local_spans.append((kind, list(messages), start, end))
+        """A wait or an update."""
+        self.line["local"].append((kind, messages, start, end))
 
-    def collective(
-        self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
-    ) -> None:
-        """Any collective of the job."""
-        self.communications.append((task, kind, name, size, ranks, queued, issued, finished))
+    def collective(self, *row: Any) -> None:
+        """Any collective that has ended, as a row of `lines.Collective`."""
+        self.collectives.append(row)
 
     def _open(self) -> None:
         try:
