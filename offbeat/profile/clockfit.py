@@ -6,7 +6,7 @@ heavy-tailed; `solve` joins all comparisons by least squares; `respect` moves th
 no effect precedes its cause. Offsets are in seconds, drifts in seconds per half window.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,23 +35,41 @@ class Window:
         return (seconds - self.middle) / self.half
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Events whose ends should coincide, sorted by occurrence, which are numbered 0, 1, ..."""
+TOGETHER, ROOTED, SEND, RECEIVE = range(4)
+"""Roles of an event: in a barrier-like collective, in one with a root, and the two sides of a transfer."""
+
+
+@dataclass(frozen=True, eq=False)
+class CommunicationEvents:
+    """One row per participant of each occurrence of a collective or transfer, as columns of equal length."""
 
     occurrence: Ints
-    clock: Ints
+    rank: Ints
+    """The rank, or the number of the clock that it reads."""
     start: Floats
+    """Seconds on the rank's own clock, as is `end`."""
     end: Floats
+    role: Ints
+    family: Ints
+    """Equal for RECVs of the same tensor between the same ranks in different steps; unused for other roles."""
+    ranks: tuple[int, ...]
+    """All ranks of the job, also those without communication."""
+
+    def ends(self, *roles: int) -> "CommunicationEvents":
+        """The events of these roles, with ends that should coincide: a RECV ends shortly after its SEND begins."""
+        events = replace(self, end=np.where(self.role == SEND, self.start, self.end))
+        rows = np.isin(self.role, roles)
+        columns = ("occurrence", "rank", "start", "end", "role", "family")
+        return replace(events, **{column: getattr(events, column)[rows] for column in columns})
 
     def pairs(self) -> list[tuple[Ints, Ints]]:
         """For each two clocks (rows of the lower, rows of the other) over the occurrences in which it is the lowest."""
-        order = np.lexsort((self.clock, self.occurrence))
+        order = np.lexsort((self.rank, self.occurrence))
         fresh = changes(self.occurrence[order])
         lead = order[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]
-        apart = self.clock[order] != self.clock[lead]
+        apart = self.rank[order] != self.rank[lead]
         rows, lead = order[apart], lead[apart]
-        low, high = self.clock[lead], self.clock[rows]
+        low, high = self.rank[lead], self.rank[rows]
         by_pair = np.lexsort((high, low))
         begins = np.flatnonzero(changes(low[by_pair], high[by_pair]))
         return [(lead[part], rows[part]) for part in np.split(by_pair, begins[1:])] if len(rows) else []
@@ -80,10 +98,10 @@ def changes(*columns: Ints) -> NDArray[np.bool_]:
     return result
 
 
-def median_edges(ends: Ends) -> list[tuple[int, int, float]]:
+def median_edges(ends: CommunicationEvents) -> list[tuple[int, int, float]]:
     """(a, b, how far b's clock is ahead of a's), by the median."""
     return [
-        (int(ends.clock[lead[0]]), int(ends.clock[rows[0]]), float(np.median(ends.end[rows] - ends.end[lead])))
+        (int(ends.rank[lead[0]]), int(ends.rank[rows[0]]), float(np.median(ends.end[rows] - ends.end[lead])))
         for lead, rows in ends.pairs()
     ]
 
@@ -107,7 +125,7 @@ def walk(count: int, edges: list[tuple[int, int, float]]) -> tuple[Floats, Ints]
     return offset, component
 
 
-def compare_ends(ends: Ends, window: Window) -> tuple[list[Pair], NDArray[np.bool_]]:
+def compare_ends(ends: CommunicationEvents, window: Window) -> tuple[list[Pair], NDArray[np.bool_]]:
     """The pairs of clocks, and which ends are no outliers."""
     pairs, kept = [], np.ones(len(ends.end), bool)
     for lead, rows in ends.pairs():
@@ -115,7 +133,7 @@ def compare_ends(ends: Ends, window: Window) -> tuple[list[Pair], NDArray[np.boo
         design = np.stack([np.ones(len(rows)), when], axis=1)
         line, scale = _robust_line(design, ahead)
         kept[rows] = np.abs(ahead - design @ line) < OUTLIER * scale
-        low, high = int(ends.clock[lead[0]]), int(ends.clock[rows[0]])
+        low, high = int(ends.rank[lead[0]]), int(ends.rank[rows[0]])
         pairs.append(Pair(low, high, line, design.T @ design / scale**2))
     return pairs, kept
 
@@ -155,10 +173,10 @@ def solve(pairs: list[Pair], count: int, free: Ints, window: Window) -> tuple[Fl
     return found[0], found[1], hessian[0, free][:, 0, free]
 
 
-def end_bounds(ends: Ends, drift: Floats, kept: NDArray[np.bool_], window: Window) -> Floats:
+def end_bounds(ends: CommunicationEvents, drift: Floats, kept: NDArray[np.bool_], window: Window) -> Floats:
     """[low, high]: how far a clock may be ahead of another so that no rank leaves a collective before another joins."""
-    moved = drift[ends.clock] * window.scaled(ends.end)
-    occurrence, clock = ends.occurrence[kept], ends.clock[kept]
+    moved = drift[ends.rank] * window.scaled(ends.end)
+    occurrence, clock = ends.occurrence[kept], ends.rank[kept]
     start, end = (ends.start - moved)[kept], (ends.end - moved)[kept]
     most = np.full((len(drift), len(drift)), np.inf)
     for low in range(len(drift)):

@@ -5,7 +5,7 @@ is counted in the order of issue, which all ranks share, or by the sequence numb
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,10 @@ def combine(traces: Iterable[Trace]) -> Timeline:
         builder = Builder()
         events = sorted(trace.collectives, key=lambda event: event.moment)
         for event in events:
-            lane, times = str(event.lane), (event.start, event.end)
-            queued, size = event.queued, event.bytes
-            builder.add(trace.rank, lane, "communication", event.kind, *times, queued=queued, bytes=size)
+            lane, queued, size = str(event.lane), event.queued, event.bytes
+            builder.add(
+                trace.rank, lane, "communication", event.kind, event.start, event.end, queued=queued, bytes=size
+            )
         for label, spans in ((COMPUTE, trace.work), (NETWORK, builder.build())):
             parts.append(_columns(label, spans, shift, row, names, tracks))
         step = parts[-1]["step"].tolist()
@@ -142,7 +143,7 @@ def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDA
     """Task numbers of (rank, collective, step), equal on all participants; -1 for what cannot be matched."""
     keys: list[tuple[tuple[object, ...], int] | None] = []
     """Of each collective, what it is in which step, and its place or sequence number among those."""
-    sequences: dict[tuple[object, ...], set[int]] = {}
+    numbers: defaultdict[tuple[object, ...], set[int]] = defaultdict(set)
     seen: Counter[tuple[object, ...]] = Counter()
     for rank, event, step in collectives:
         transfer = event.kind in ("send", "recv")
@@ -153,18 +154,15 @@ def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDA
         size = event.elements if event.kind in _SIZED else -1
         kind = "transfer" if transfer else event.kind
         what = (step, event.sequence >= 0, event.group, kind, ends, size)
-        if event.sequence >= 0:
-            sequences.setdefault(what, set()).add(event.sequence)
-            keys.append((what, event.sequence))
-        else:
-            keys.append((what, seen[rank, what]))
-            seen[rank, what] += 1
-    places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in sequences.items()}
+        number = event.sequence if event.sequence >= 0 else seen[rank, what]
+        seen[rank, what] += 1
+        numbers[what].add(number)
+        keys.append((what, number))
+    places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in numbers.items()}
     known: dict[tuple[object, ...], int] = {}
     result = np.full(len(keys), -1, np.int64)
     for position, key in enumerate(keys):
         if key is not None:
-            same, place = key
-            place = places[same][place] if same in places else place
-            result[position] = known.setdefault((*same[1:], place), len(known))
+            same, number = key
+            result[position] = known.setdefault((*same[1:], places[same][number]), len(known))
     return result

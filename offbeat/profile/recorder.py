@@ -206,11 +206,9 @@ class Recorder:
         self.kind = "fsdp2" if isinstance(module, FSDPModule) else "other"
         if isinstance(module, DistributedDataParallel):
             self.kind = "ddp"
-            buckets = listen_to_buckets(module, self)
-            if buckets is not None:
-                self.handles.append(buckets)
+            if listen_to_buckets(module, self):
                 return
-        self.handles.append(CollectiveListener(self))
+        CollectiveListener(self)
 
     def _header(self, model: torch.nn.Module) -> dict[str, Any]:
         return {

@@ -67,8 +67,7 @@ def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
         return traces, None
     zero = traces[0].steps[0].begin
     shifted = [_moved(trace, lambda at: at - zero) for trace in traces]
-    compared = [trace.ticks and all(trace.ticks) for trace in shifted]
-    if shifted[0].rank == 0 and all(compared):
+    if shifted[0].rank == 0 and all(trace.ticks and all(trace.ticks) for trace in shifted):
         alignment = _compared_clocks(shifted)
     else:
         alignment = clock_offsets(communication_events(to_timeline(shifted, [])), machines)

@@ -37,6 +37,12 @@ EXAMPLES = "bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overl
 PLANNED_JOBS = ("offbeat", "ddp")
 """Jobs whose plan is known from their trace."""
 WIRES = ("fp16", "bf16", "none")
+_WORDS = {"workers": "{0.number} workers", "straggler": "rank {0.number} computes {0.factor:g}x as long"}
+_WORDS |= {
+    "strategy": "strategy {0.name}",
+    "wire": "{0.name} on the wire",
+    "compute": "{0.factor:g}x as fast computing",
+}
 MOST_WORKERS = 100_000
 
 
@@ -53,19 +59,9 @@ class Change:
     """Of a strategy's builder or file, or of what goes on the wire."""
 
     def __str__(self) -> str:
-        match self.kind:
-            case "workers":
-                return f"{self.number} workers"
-            case "straggler":
-                return f"rank {self.number} computes {self.factor:g}x as long"
-            case "strategy":
-                return f"strategy {self.name}"
-            case "wire":
-                return f"{self.name} on the wire" if self.name != "none" else "nothing encoded on the wire"
-            case "compute":
-                return f"{self.factor:g}x as fast computing"
-            case _:
-                return f"{self.factor:g}x {self.kind}"
+        if self.kind == "wire" and self.name == "none":
+            return "nothing encoded on the wire"
+        return _WORDS.get(self.kind, "{0.factor:g}x {0.kind}").format(self)
 
 
 def parse_what_if(text: str) -> Change:
