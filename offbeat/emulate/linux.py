@@ -20,8 +20,8 @@ _MS_REC = 0x4000
 _MS_PRIVATE = 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
-_PR_SET_NAME = 15
+PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
 
 
 def unshare(flags: int) -> None:
@@ -34,19 +34,16 @@ def setns(descriptor: int, kind: int) -> None:
     _checked("setns", descriptor, kind)
 
 
-def name_process(name: str) -> None:
-    """Shown by ps; cut to 15 characters."""
-    _prctl(_PR_SET_NAME, name.encode()[:15])
-
-
-def allow_inspection() -> None:
-    """Lets other processes of this user read /proc/<pid>/ns, which entering a user namespace forbids."""
-    _prctl(_PR_SET_DUMPABLE, 1)
+def prctl(option: int, value: int | bytes) -> None:
+    """Changes an attribute of this process, such as the name that ps shows (15 characters of it)."""
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    zero = ctypes.c_ulong(0)
+    _checked("prctl", option, argument, zero, zero, zero)
 
 
 def die_with(parent: int) -> None:
     """Kills this process as soon as the thread that forked it ends; ends it now if the parent is already gone."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -87,12 +84,6 @@ def replace_hosts_file(content: str) -> None:
         _checked("mount", b"/tmp/hosts", b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
     finally:
         _checked("umount2", b"/tmp", _MNT_DETACH)
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
-    zero = ctypes.c_ulong(0)
-    _checked("prctl", option, argument, zero, zero, zero)
 
 
 def _checked(function: str, *arguments: object) -> None:

@@ -141,7 +141,6 @@ def compare_ends(ends: CommunicationEvents, window: Window) -> tuple[list[Pair],
 def _robust_line(design: Floats, ahead: Floats) -> tuple[Floats, float]:
     """The line through `ahead` under Cauchy's loss, and the scale of the noise."""
     line: Floats = np.linalg.lstsq(design, ahead)[0].astype(np.float64)
-    scale = LEAST_SCALE
     for _ in range(3):
         scale = max(1.4826 * float(np.median(np.abs(ahead - design @ line))), LEAST_SCALE)
         line = least_squares(

@@ -7,12 +7,11 @@ Communication slows computing down (`Costs.interference`): a span that takes `ba
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
-from typing import Any, TypeVar
+from statistics import median, mode
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ _UNKNOWN: dict[str, Any] = {"kind": "other", "target": "module", "inputs": (), "
 _UNKNOWN |= dict.fromkeys(("flops", "bytes_read", "bytes_written", "activation_bytes"), 0)
 """Fields of an operator that hooks do not tell."""
 Spans = Callable[[Pass], Iterator[tuple[int, float, float]]]
-T = TypeVar("T")
 
 
 def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: int = 1) -> tuple[ModelGraph, float]:
@@ -46,9 +44,9 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     seconds each takes while nothing is sent. `parts` is the number of micro-batches per batch of the training loop.
     """
     first = traces[0]
-    calls = usual([tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes])
-    grads = usual([tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes])
-    passes = usual([len(step.passes) for step in first.steps])
+    calls = mode(tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes)
+    grads = mode(tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes)
+    passes = mode(len(step.passes) for step in first.steps)
     # A pass that follows a synchronising one may have waited for it.
     counted = 1 if synchronisations > 1 else passes
     factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
@@ -99,10 +97,6 @@ def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
         optimizer=base.optimizer,
         optimizer_slots=base.optimizer_slots,
     )
-
-
-def usual(values: Sequence[T]) -> T:
-    return Counter(values).most_common(1)[0][0]
 
 
 def _alone(

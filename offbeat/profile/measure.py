@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, usual, with_variables_of
+from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, with_variables_of
 from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
@@ -54,7 +54,6 @@ class Profile:
     strategy: Strategy
     costs: Costs
     job: str
-    notes: tuple[str, ...]
     synchronisations: int = 1
     """Times that a step synchronises its gradients; plans do so once."""
     recorded: RecordedPlan | None = None
@@ -116,8 +115,7 @@ def make_profile(
     steady, alignment = align(steady)
     said += alignment.notes if alignment else ()
     # How often most steps issue each collective.
-    turns = [max((row.turn for row in step.communication), default=0) for step in steady[0].steps]
-    synchronisations = usual(turns) + 1
+    synchronisations = 1 + mode(max((row.turn for row in step.communication), default=0) for step in steady[0].steps)
     graph, interference = measured_graph(steady, 1 if strategy is None else strategy.accumulation, synchronisations)
     if synchronisations > 1:
         said.append(
@@ -144,7 +142,6 @@ def make_profile(
         strategy=strategy or _bucket_strategy(steady, graph),
         costs=costs,
         job=traces[0].job,
-        notes=tuple(said),
         synchronisations=synchronisations,
         recorded=recorded,
     )

@@ -120,7 +120,6 @@ class Recorder:
         if not is_trained(module):
             return
         self.handles.pop().remove()
-        self.root = module
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []

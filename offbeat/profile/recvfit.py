@@ -54,7 +54,6 @@ def _fit_pair(events: CommunicationEvents, sends: Ints, receives: Ints, low: int
     when = window.scaled(events.start[sends])
     family = np.unique(events.family[receives], return_inverse=True)[1].reshape(-1)
     drift, drift_deviation = 0.0, np.inf
-    offset, doubt = 0.0, np.inf
     for _ in range(4):
         level = since - sign * drift * when
         offset, doubt = _least_variance(sign, span, level, family)

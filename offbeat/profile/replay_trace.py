@@ -63,7 +63,11 @@ def replay_trace(
     for rank in stragglers or ():
         if rank not in timeline.ranks:
             raise OffbeatError(f"straggler: there is no rank {rank}, the trace has ranks {list(timeline.ranks)}")
-    timeline = _with_marks(timeline)
+    if not timeline.marks.size:
+        # A timeline without steps counts as one step.
+        own = [timeline.rank == rank for rank in timeline.ranks]
+        marks = np.array([[timeline.start[mine].min(), timeline.end[mine].max()] for mine in own])
+        timeline = replace(timeline, marks=marks)
     marked = timeline.mark_rows >= 0
     zero = float(np.nanmin(np.concatenate([timeline.marks.ravel(), timeline.start[marked], timeline.queued[marked]])))
     # Spans of communication of ranks with steps, in the order in which they ended.
@@ -122,15 +126,6 @@ def _task_graph(
         service *= _link_factors(timeline, spans, group, service, bandwidth, latency)
     total = np.concatenate([*(chain.seconds for chain in chains), service])
     return TaskGraph.from_arrays(total, np.full(len(total), -1), np.concatenate(edges)), first_span
-
-
-def _with_marks(timeline: Timeline) -> Timeline:
-    """A timeline without steps counts as one step."""
-    if timeline.marks.size:
-        return timeline
-    ranks = timeline.ranks
-    marks = [[timeline.start[timeline.rank == rank].min(), timeline.end[timeline.rank == rank].max()] for rank in ranks]
-    return replace(timeline, marks=np.array(marks))
 
 
 def _chain(

@@ -129,7 +129,14 @@ def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     if "wire" in wanted:
         strategy = with_wire(strategy, graph, wanted["wire"].name)
     if "compute" in wanted:
-        costs = _with_compute(costs, wanted["compute"].factor, cluster.world_size)
+        # Updates become faster too.
+        factor, per_byte = wanted["compute"].factor, costs.update_seconds_per_byte
+        costs = replace(
+            costs,
+            compute_scale={rank: costs.compute_scale.get(rank, 1.0) / factor for rank in range(cluster.world_size)},
+            update_call_seconds=costs.update_call_seconds / factor,
+            update_seconds_per_byte=None if per_byte is None else per_byte / factor,
+        )
     for change in changes:
         if change.kind == "straggler":
             if change.number >= cluster.world_size:
@@ -203,17 +210,6 @@ def with_wire(strategy: Strategy, graph: ModelGraph, name: str) -> Strategy:
     for variable, config in configs.items():
         configs[variable] = config.model_copy(update={"shards": tuple(map(encoded, config.shards))})
     return strategy.model_copy(update={"variables": configs})
-
-
-def _with_compute(costs: Costs, factor: float, world: int) -> Costs:
-    """The costs with all computing, updates included, `factor` times as fast."""
-    per_byte = costs.update_seconds_per_byte
-    return replace(
-        costs,
-        compute_scale={rank: costs.compute_scale.get(rank, 1.0) / factor for rank in range(world)},
-        update_call_seconds=costs.update_call_seconds / factor,
-        update_seconds_per_byte=None if per_byte is None else per_byte / factor,
-    )
 
 
 def _factor(text: str, value: str) -> float:
