@@ -51,16 +51,13 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     counted = 1 if synchronisations > 1 else passes
     factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
     shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
-    first_call = {first.modules[module]: position for position, module in reversed([*enumerate(calls)])}
     names = [first.gradients[parameter] for parameter in grads]
+    modules = [first.modules[module] for module in calls]
+    first_call = {module: position for position, module in reversed([*enumerate(modules)])}
     used_at = {name: _first_use(name, first_call) for name in names}
-    operators = [
-        _operator(f"forward.{i}", "forward", first.modules[m], forward[i] * parts, ()) for i, m in enumerate(calls)
-    ]
-    operators += [
-        _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i] * parts, (name,))
-        for i, name in enumerate(names)
-    ]
+    owners = [name.rpartition(".")[0] for name in names]
+    operators = [_operator("forward", i, module, forward[i] * parts) for i, module in enumerate(modules)]
+    operators += [_operator("backward", i, owners[i], backward[i] * parts, name) for i, name in enumerate(names)]
     # Where two backward passes follow one forward, the later one completes the gradient.
     completed = {name: f"backward.{position}" for position, name in enumerate(names)}
     variables = [
@@ -117,7 +114,7 @@ def _alone(
         ranks = [(np.median(s, axis=0) / (1 + factor * share.mean(axis=0))).mean(axis=0) for s, share in phase]
         if not ranks:
             raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
-        seconds.append(list(np.median(np.array(ranks), axis=0)))
+        seconds.append(np.median(np.array(ranks), axis=0).tolist())
     return factor, (seconds[0], seconds[1])
 
 
@@ -170,8 +167,8 @@ def _first_use(variable: str, first_call: dict[str, int]) -> int:
     return first_call.get(owner, 0)
 
 
-def _operator(name: str, phase: Phase, module: str, seconds: float, variables: tuple[str, ...]) -> Operator:
-    seconds = float(seconds)
+def _operator(phase: Phase, number: int, module: str, seconds: float, *variables: str) -> Operator:
+    name = f"{phase}.{number}"
     return Operator(name=name, phase=phase, module=module, variables=variables, seconds=seconds, **_UNKNOWN)
 
 

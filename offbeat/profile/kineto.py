@@ -83,8 +83,7 @@ def combine(traces: Iterable[Trace]) -> Timeline:
     for place, trace in enumerate(traces):
         shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else None
         builder = Builder()
-        events = sorted(trace.collectives, key=lambda event: event.moment)
-        for event in events:
+        for event in trace.collectives:
             lane, queued, size = str(event.lane), event.queued, event.bytes
             builder.add(
                 trace.rank, lane, "communication", event.kind, event.start, event.end, queued=queued, bytes=size
@@ -92,7 +91,7 @@ def combine(traces: Iterable[Trace]) -> Timeline:
         for label, spans in ((COMPUTE, trace.work), (NETWORK, builder.build())):
             parts.append(_columns(label, spans, shift, row, names, tracks))
         step = parts[-1]["step"].tolist()
-        collectives += [(trace.rank, event, number) for event, number in zip(events, step, strict=True)]
+        collectives += [(trace.rank, event, number) for event, number in zip(trace.collectives, step, strict=True)]
     columns = {name: np.concatenate([part[name] for part in parts]).astype(dtype) for name, dtype in COLUMNS.items()}
     columns["task"][columns["kind"] == KINDS.index("communication")] = _tasks(collectives, bool(steps))
     return Timeline(names=tuple(names), tracks=tuple(tracks), marks=marks, notes=tuple(notes), **columns)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
 """Lines of JSON that a rank's recorder wrote → RankTrace: its steps, and in each the passes, waits and collectives."""
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -193,7 +193,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
             path=path,
             **vars(header),
             # A collective of one rank sends nothing.
-            steps=_steps(_joined(steps), [row for row in rows if row.ranks > 1], header),
+            steps=_steps(steps, [row for row in rows if row.ranks > 1], header),
             # Drift shows only between the two ends of a recording.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
             notes=tuple(notes),
@@ -229,32 +229,28 @@ def _lines(path: Path) -> Iterator[Any]:
         raise OffbeatError(f"{path}: cannot read the trace: {error.strerror}") from None
 
 
-def _joined(lines: list[tuple[_StepLine, RecordedPlan | None]]) -> Iterator[tuple[_StepLine, RecordedPlan | None]]:
+def _steps(
+    lines: list[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
+) -> tuple[Step, ...]:
     """The complete optimizer steps: lines without one belong to the next step.
 
     In a job without a torch optimizer, each line is a step.
     """
-    optimized = any(line.updated for line, _ in lines)
-    waiting: list[_StepLine] = []
-    for line, plan in lines:
-        waiting.append(line)
-        if line.updated or not optimized:
-            if all(each.complete for each in waiting):
-                parts = {
-                    name: [row for each in waiting for row in getattr(each, name)]
-                    for name in ("calls", "forward", "backward", "local")
-                }
-                yield line.model_copy(update={**parts, "begin": waiting[0].begin}), plan
-            waiting = []
-
-
-def _steps(
-    lines: Iterator[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
-) -> tuple[Step, ...]:
     collectives.sort(key=lambda collective: collective.queued)
     queued = np.array([collective.queued for collective in collectives])
+    optimized = any(line.updated for line, _ in lines)
     steps: list[Step] = []
-    for line, plan in lines:
+    waiting: list[_StepLine] = []
+    for last, plan in lines:
+        waiting.append(last)
+        if optimized and not last.updated:
+            continue
+        joined, waiting = waiting, []
+        if not all(each.complete for each in joined):
+            continue
+        parts = ("calls", "forward", "backward", "local")
+        noted = {name: [row for each in joined for row in getattr(each, name)] for name in parts}
+        line = last.model_copy(update={**noted, "begin": joined[0].begin})
         if line.end < line.begin:
             raise ValueError(f"step {line.step} ends at {line.end} before it begins at {line.begin}")
         if steps and line.step <= steps[-1].number:
@@ -280,19 +276,13 @@ def _passes(line: _StepLine) -> tuple[Pass, ...]:
     for start, _ in calls[1:]:
         if bisect_right(complete, starts[-1]) < bisect_right(complete, start):
             starts.append(start)
-
-    def begun(at: float) -> int:
-        return max(0, bisect_right(starts, at) - 1)
-
-    def ended(at: float) -> int:
-        return max(0, bisect_left(starts, at) - 1)
-
+    edges = [-math.inf, *starts[1:], math.inf]
     return tuple(
         Pass(
             begin=start,
-            forward=tuple(row for row in line.forward if begun(row[1]) == number),
-            forward_end=max((end for at, end in calls if begun(at) == number), default=start),
-            backward=tuple(row for row in line.backward if ended(row[1]) == number),
+            forward=tuple(row for row in line.forward if since <= row[1] < until),
+            forward_end=max((end for at, end in calls if since <= at < until), default=start),
+            backward=tuple(row for row in line.backward if since < row[1] <= until),
         )
-        for number, start in enumerate(starts)
+        for start, (since, until) in zip(starts, pairwise(edges), strict=True)
     )

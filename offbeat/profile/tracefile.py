@@ -54,10 +54,6 @@ class Collective:
     sequence: int = -1
     """Its number within its group, the same on all participants; -1 where unknown, see `offbeat.profile.flight`."""
 
-    @property
-    def moment(self) -> float:
-        return self.start if self.queued != self.queued else self.queued
-
 
 @dataclass(eq=False)
 class Trace:
@@ -75,6 +71,7 @@ class Trace:
     work: Timeline
     """Computation; a track is a stream or a thread."""
     collectives: list[Collective]
+    """In the order of their issue, or start where that is unknown."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,7 +103,9 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         origin_ns=base + round(first * 1000),
         steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
         work=_work(collector, int(rank)),
-        collectives=_gloo(collector) + _nccl(collector),
+        collectives=sorted(
+            _gloo(collector) + _nccl(collector), key=lambda each: each.start if np.isnan(each.queued) else each.queued
+        ),
         notes=notes,
     )
 
