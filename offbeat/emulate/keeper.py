@@ -90,7 +90,7 @@ def _build(
         linux.prctl(linux.PR_SET_DUMPABLE, 1)
     known = "".join(f"{address} {name}\n" for name, address in zip(names, addresses, strict=True))
     pids = [_hold(name, f"127.0.0.1 localhost\n{known}") for name in names]
-    linux.unshare(linux.CLONE_NEWNET)
+    linux.call("unshare", linux.CLONE_NEWNET)
     # Imported only now: the holders were forked from a process without it.
     from offbeat.emulate.links import Network
 
@@ -119,7 +119,7 @@ def _sleep_in_namespaces(keeper: int, name: str, hosts_file: str, ready: int) ->
     try:
         linux.die_with(keeper)
         linux.prctl(linux.PR_SET_NAME, f"offbeat-{name}".encode())
-        linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWUTS | linux.CLONE_NEWNS)
+        linux.call("unshare", linux.CLONE_NEWNET | linux.CLONE_NEWUTS | linux.CLONE_NEWNS)
         socket.sethostname(name)
         # Without it the hosts still reach each other, they only lack names.
         with contextlib.suppress(OSError):

@@ -214,16 +214,12 @@ def _waits_behind_backward(trace: RankTrace, step: Step) -> list[tuple[float, fl
 def update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, float]:
     """Seconds per optimizer call and per byte updated."""
     total = sum(variable.bytes for variable in graph.variables)
-    calls, seconds, shortest = [], [], []
-    for trace in traces:
-        for step in trace.steps:
-            spans = [end - start for kind, _, start, end in step.local if kind in ("optimizer", "update")]
-            calls.append(len(spans))
-            seconds.append(sum(spans))
-            # The shortest calls show what a call costs whatever it updates.
-            shortest.append(min((end - start for kind, _, start, end in step.local if kind == "update"), default=0.0))
-    count, spent = median(calls), median(seconds)
+    steps = [[(kind, end - start) for kind, _, start, end in step.local] for trace in traces for step in trace.steps]
+    calls = [[seconds for kind, seconds in step if kind in ("optimizer", "update")] for step in steps]
+    count, spent = median(map(len, calls)), median(map(sum, calls))
     if not count or not total:
         return 0.0, 0.0
+    # The shortest calls show what a call costs whatever it updates.
+    shortest = [min((seconds for kind, seconds in step if kind == "update"), default=0.0) for step in steps]
     per_call = median(shortest) if count > 1 else 0.0
     return per_call, max(0.0, spent - per_call * count) / total

@@ -94,8 +94,8 @@ def join(trace: Trace, dump: list[Entry]) -> Trace:
         if not np.isnan(event.queued):
             events[event.kind, event.elements].append(place)
     joined = list(trace.collectives)
-    for key, places in events.items():
-        known = entries[key]
+    for key in events.keys() & entries.keys():
+        places, known = events[key], entries[key]
         issued = np.array([trace.origin_ns * 1e-9 + joined[place].queued for place in places])
         created = np.array([entry.time_created_ns * 1e-9 for entry in known])
         for place, number in zip(places, _matches(issued, created), strict=True):
@@ -114,8 +114,6 @@ def _matches(issued: np.ndarray, created: np.ndarray) -> list[int]:
     Both lists hold the same collectives in the same order but begin at different ones: the shift between them is the
     one with the least median distance.
     """
-    if not len(created):
-        return [-1] * len(issued)
     middle = len(issued) // 2
     guess = int(np.searchsorted(created, issued[middle])) - middle
     best, shift = np.inf, guess

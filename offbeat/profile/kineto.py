@@ -81,7 +81,7 @@ def combine(traces: Iterable[Trace]) -> Timeline:
     collectives: list[tuple[int, Collective, int]] = []
     parts = []
     for place, trace in enumerate(traces):
-        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else None
+        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else np.empty(0)
         builder = Builder()
         for event in trace.collectives:
             lane, queued, size = str(event.lane), event.queued, event.bytes
@@ -115,12 +115,7 @@ def _common_steps(traces: list[Trace], notes: list[str]) -> list[int]:
 
 
 def _columns(
-    label: str,
-    spans: Timeline,
-    shift: float,
-    marks: NDArray[np.float64] | None,
-    names: dict[str, int],
-    tracks: dict[str, int],
+    label: str, spans: Timeline, shift: float, marks: NDArray[np.float64], names: dict[str, int], tracks: dict[str, int]
 ) -> dict[str, NDArray[Any]]:
     """The columns of a rank's computation or communication, whose busiest stream or thread is the track `label`."""
     present, lane = np.unique(spans.track, return_inverse=True)
@@ -131,7 +126,7 @@ def _columns(
     columns = {column: getattr(spans, column) for column in COLUMNS}
     columns |= {column: columns[column] + shift for column in ("start", "end", "queued")}
     columns |= {"track": np.array(track, np.int64)[place[lane]], "name": np.array(known, np.int64)[name]}
-    if marks is not None:
+    if len(marks):
         moment = np.where(np.isnan(columns["queued"]), columns["start"], columns["queued"])
         step = np.searchsorted(marks, moment, side="right") - 1
         columns["step"] = np.where(step < len(marks) - 1, step, -1)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,6 @@ class BucketListener:
         """By the place of a bucket's tensor, the names of its variables."""
         model.register_comm_hook(self, _exchange)
 
-    def remove(self) -> None:
-        self.recorder = None
-
 
 def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> bool:
     """Starts to time each bucket's all-reduce; False if the job has a communication hook, which must stay."""
@@ -88,7 +86,7 @@ def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> b
             return False
         listener = vars(model)[_LISTENER] = BucketListener(model)
     listener.recorder = recorder
-    recorder.handles.append(listener)
+    recorder.undo.callback(setattr, listener, "recorder", None)
     return True
 
 
@@ -109,19 +107,14 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
     return future.then(lambda done: done.value()[0])
 
 
-class Patch:
-    """Replaces an attribute until `remove` is called."""
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self.owner, self.name, self.original = owner, name, getattr(owner, name)
-        setattr(owner, name, value)
-
-    def remove(self) -> None:
-        setattr(self.owner, self.name, self.original)
+def patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replaces an attribute until `undo` is closed."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 class CollectiveListener:
-    """Wraps torch.distributed's functions until the recorder's handles are removed; notes collectives and waits."""
+    """Wraps torch.distributed's functions while there is a recorder, for which it notes collectives and waits."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self.recorder = recorder
@@ -129,8 +122,8 @@ class CollectiveListener:
         """Inside one of the functions, which may call another."""
         for name, what in _CALLS.items():
             if hasattr(dist, name):
-                recorder.handles.append(Patch(dist, name, self._listening(name, *what)))
-        recorder.handles.append(Patch(dist.Work, "wait", self._waiting(dist.Work.wait)))
+                patch(recorder.undo, dist, name, self._listening(name, *what))
+        patch(recorder.undo, dist.Work, "wait", self._waiting(dist.Work.wait))
 
     def _listening(self, name: str, kind: str, place: int, keyword: str) -> Callable[..., Any]:
         original = getattr(dist, name)

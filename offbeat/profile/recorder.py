@@ -33,7 +33,7 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
 from offbeat.profile.lines import FORMAT
-from offbeat.profile.listen import CollectiveListener, Patch, listen_to_buckets
+from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.distribute import Runtime
@@ -56,7 +56,8 @@ class Recorder:
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
-        self.handles: list[Any] = []
+        self.undo = contextlib.ExitStack()
+        """Removes what was hooked into torch, the model and the runtime."""
         self.steps = 0
         self.kind = ""
         self.runtime: Runtime | None = None
@@ -72,8 +73,9 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         self._open()
         self.recording = True
-        self.handles.append(register_module_forward_pre_hook(self._first_forward))
-        self.switch = sys.getswitchinterval()
+        self.finder = register_module_forward_pre_hook(self._first_forward)
+        self.undo.callback(self.finder.remove)
+        self.undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_SECONDS)
         return self
 
@@ -86,21 +88,18 @@ class Recorder:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
             self._write({"plan": changed})
+        ended, self.collectives = self.collectives, []
         # Collectives that end during a later step are written with it; each says which step it belongs to.
-        self._write(self.line | {"end": now, "communication": self._take_communication()})
+        self._write(self.line | {"end": now, "communication": ended})
         self.steps += 1
         self._begin_step()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        sys.setswitchinterval(self.switch)
-        for handle in self.handles:
-            handle.remove()
-        if self.runtime is not None and self.kind:
-            self.runtime.engine.reports.observer = None
-            self.runtime.step_hooks.remove(self._engine_stepped)
+        self.undo.close()
         try:
             if self.kind and self.recording:
-                self._write({"late": self._take_communication()})
+                ended, self.collectives = self.collectives, []
+                self._write({"late": ended})
                 if error is None:
                     self._write({"clock": self._tick()})
         except OffbeatError:
@@ -119,7 +118,7 @@ class Recorder:
     def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
         if not is_trained(module):
             return
-        self.handles.pop().remove()
+        self.finder.remove()
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []
@@ -147,8 +146,8 @@ class Recorder:
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
         if not isinstance(split, MicroBatches):
-            self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
-            self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+            self.undo.callback(module.register_forward_pre_hook(self._forward_begins, prepend=True).remove)
+            self.undo.callback(module.register_forward_hook(self._forward_ends, always_call=True).remove)
             return
         forward = split.forward
 
@@ -160,7 +159,7 @@ class Recorder:
             finally:
                 self._forward_ends()
 
-        self.handles.append(Patch(split, "forward", noted))
+        patch(self.undo, split, "forward", noted)
 
     def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
@@ -182,8 +181,8 @@ class Recorder:
             self.line["forward"][-1][2] = time.perf_counter()
 
         # Offbeat's runtime waits for a module's variables between the two.
-        self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
-        self.handles.append(module.register_forward_pre_hook(begins))
+        self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
+        self.undo.callback(module.register_forward_pre_hook(begins).remove)
 
     def _listen_to_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         number = self.numbers[name]
@@ -191,17 +190,19 @@ class Recorder:
         def ready(_: torch.Tensor) -> None:
             self.line["backward"].append((number, time.perf_counter()))
 
-        self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        self.undo.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
 
     def _listen_to_communication(self, module: torch.nn.Module) -> None:
         if self.runtime is not None:
             self.kind = "offbeat"
             self.runtime.engine.reports.observer = self
+            self.undo.callback(setattr, self.runtime.engine.reports, "observer", None)
             # Before any hook that may end the recorder's step.
             self.runtime.step_hooks.insert(0, self._engine_stepped)
+            self.undo.callback(self.runtime.step_hooks.remove, self._engine_stepped)
             return
-        self.handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
-        self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        self.undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+        self.undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
         self.kind = "fsdp2" if isinstance(module, FSDPModule) else "other"
         if isinstance(module, DistributedDataParallel):
             self.kind = "ddp"
@@ -263,10 +264,6 @@ class Recorder:
         noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
         self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": time.perf_counter()}
         """What the present step's line will say; see `offbeat.profile.lines`."""
-
-    def _take_communication(self) -> list[tuple[Any, ...]]:
-        taken, self.collectives = self.collectives, []
-        return taken
 
     def _forward_begins(self, *_: Any) -> None:
         self.line["calls"].append([time.perf_counter(), 0.0])

@@ -92,9 +92,7 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
     base = _number(stream.header.get("baseTimeNanoseconds"), 0)
     world = info.get("world_size")
     first = collector.first
-    notes = []
-    if collector.faulty:
-        notes.append(f"{path}: {collector.faulty} events with negative or non-finite times were left out")
+    faulty = f"{path}: {collector.faulty} events with negative or non-finite times were left out"
     return Trace(
         path=Path(path),
         rank=int(rank),
@@ -106,7 +104,7 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         collectives=sorted(
             _gloo(collector) + _nccl(collector), key=lambda each: each.start if np.isnan(each.queued) else each.queued
         ),
-        notes=notes,
+        notes=[faulty] if collector.faulty else [],
     )
 
 
