@@ -91,11 +91,8 @@ class Pair:
 
 def changes(*columns: Ints) -> NDArray[np.bool_]:
     """True where any of the columns differs from the row before."""
-    result = np.zeros(len(columns[0]), bool)
-    result[:1] = True
-    for column in columns:
-        result[1:] |= column[1:] != column[:-1]
-    return result
+    differs = np.diff(np.stack(columns)).any(axis=0)
+    return np.append(True, differs)[: len(columns[0])]
 
 
 def median_edges(ends: CommunicationEvents) -> list[tuple[int, int, float]]:

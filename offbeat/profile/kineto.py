@@ -42,14 +42,11 @@ def load_folder(folder: Path) -> tuple[list[Trace], list[str]]:
                 dumps[rank_in_name(path.name)] = read_dump(path)
                 continue
             trace = load(path, 0 if len(paths) == 1 else None)
+            first = traces.setdefault(trace.rank, trace)
+            if first is not trace:
+                notes.append(f"{path}: left out, because {first.path.name} is a trace of rank {trace.rank} too")
         except OffbeatError as error:
             notes.append(str(error))
-            continue
-        if trace.rank in traces:
-            other = traces[trace.rank].path.name
-            notes.append(f"{path}: left out, because {other} is a trace of rank {trace.rank} too")
-        else:
-            traces[trace.rank] = trace
     if not traces:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         raise OffbeatError(f"{folder}: none of its traces can be used: {notes[0] if notes else 'there are none'}{more}")

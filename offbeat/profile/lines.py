@@ -165,7 +165,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
         raise OffbeatError(
             f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': {FORMAT}"
         )
-    notes: list[str] = []
+    notes: tuple[str, ...] = ()
     try:
         header = _HEADER.validate_python(first)
         steps: list[tuple[_StepLine, RecordedPlan | None]] = []
@@ -176,7 +176,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
         for line in lines:
             match line:
                 case None:
-                    notes.append(f"{path}: the last line is cut off; its step is left out")
+                    notes = (f"{path}: the last line is cut off; its step is left out",)
                     break
                 case {"clock": clock}:
                     ticks.append(_CLOCK.validate_python(clock))
@@ -196,7 +196,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
             steps=_steps(steps, [row for row in rows if row.ranks > 1], header),
             # Drift shows only between the two ends of a recording.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
-            notes=tuple(notes),
+            notes=notes,
         )
     except OffbeatError:
         raise

@@ -95,14 +95,12 @@ def profile_in_place(
 def load_profile(folder: str | PathLike[str]) -> Profile:
     """Reads a folder that the recorder wrote."""
     traces, notes = read_traces(folder)
-    costs, cluster = Costs(), None
+    costs = Costs()
     calibration, described = (Path(folder) / name for name in ("calibration.json", "cluster.yaml"))
     if calibration.exists():
         raw = files.read_json(calibration, "calibration")
         costs = Costs.from_dict(raw.get("costs") if isinstance(raw, dict) else None, str(calibration))
-    if described.exists():
-        cluster = ClusterSpec.load(described)
-    return make_profile(traces, costs, cluster, notes)
+    return make_profile(traces, costs, ClusterSpec.load(described) if described.exists() else None, notes)
 
 
 def make_profile(
