@@ -343,8 +343,7 @@ class MemoryRecorder(Recorder):
 
 def machine_name() -> str:
     """Names the machine whose clock this process reads."""
-    try:
+    boot = ""
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
     return f"{socket.gethostname()} {boot}".strip()

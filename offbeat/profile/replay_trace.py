@@ -42,8 +42,8 @@ class _Chain(NamedTuple):
     cuts: Floats
     seconds: Floats
     """Of each piece, beside waiting."""
-    waits: list[tuple[int, int]]
-    """(collective's place in `spans`, piece that waits for it)"""
+    waits: Ints
+    """Rows of (collective's place in `spans`, piece that waits for it)."""
 
 
 def replay_trace(
@@ -109,8 +109,7 @@ def _task_graph(
     for chain in chains:
         ids = chain.first + np.arange(len(chain.seconds))
         edges.append(np.stack([ids[:-1], ids[1:]], axis=1))
-        waits = [(first_span + span, chain.first + piece) for span, piece in chain.waits]
-        edges.append(np.array(waits, np.int64).reshape(-1, 2))
+        edges.append(chain.waits + np.array([first_span, chain.first]))
         mine = np.flatnonzero(timeline.rank[spans] == chain.rank)
         before[mine[1:]] = mine[:-1]
         piece = np.searchsorted(chain.cuts, issued[mine], side="left") - 1
@@ -156,7 +155,7 @@ def _chain(
     np.maximum.at(last_end, piece[waited], ends[waited])
     seconds = np.where(np.isfinite(last_end), np.maximum(cuts[1:] - last_end, 0.0), seconds)
     seconds[working] *= factor
-    return _Chain(rank, first, cuts, seconds, list(zip(mine[waited].tolist(), piece[waited].tolist(), strict=True)))
+    return _Chain(rank, first, cuts, seconds, np.stack([mine[waited], piece[waited]], axis=1))
 
 
 def _covered(at: Floats, start: Floats, end: Floats) -> NDArray[np.bool_]:

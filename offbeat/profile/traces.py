@@ -106,10 +106,9 @@ def _with_clock(value: Any, clock: Callable[[float], float]) -> Any:
     """The value with `clock` applied to all floats in it, which are times."""
     if isinstance(value, float):
         return clock(value)
-    if isinstance(value, Collective):
-        return Collective(*(_with_clock(each, clock) for each in value))
     if isinstance(value, tuple):
-        return tuple(_with_clock(each, clock) for each in value)
+        moved = (_with_clock(each, clock) for each in value)
+        return Collective(*moved) if isinstance(value, Collective) else tuple(moved)
     if isinstance(value, Step | Pass):
         return replace(value, **{each.name: _with_clock(getattr(value, each.name), clock) for each in fields(value)})
     return value
