@@ -114,8 +114,7 @@ def clock_offsets(events: CommunicationEvents, machine: Mapping[int, Hashable] |
         for ends_of, most in zip(((pair.low, pair.high), (pair.high, pair.low)), pair.most, strict=True):
             bounds[ends_of] = min(bounds[ends_of], most)
     offset = clockfit.respect(offset, hessian, free, bounds, notes)
-    rejected = float(np.mean(~kept)) if len(kept) else 0.0
-    if rejected > 0.3:
+    if len(kept) and (rejected := float(np.mean(~kept))) > 0.3:
         notes.append(f"clock alignment: {rejected:.0%} of the collectives' ends are outliers and were left out")
     return Alignment(
         ranks=tuple(ranks.tolist()),

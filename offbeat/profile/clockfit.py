@@ -62,8 +62,8 @@ class CommunicationEvents:
         columns = ("occurrence", "rank", "start", "end", "role", "family")
         return replace(events, **{column: getattr(events, column)[rows] for column in columns})
 
-    def pairs(self) -> list[tuple[Ints, Ints]]:
-        """For each two clocks (rows of the lower, rows of the other) over the occurrences in which it is the lowest."""
+    def pairs(self) -> list[tuple[int, int, Ints, Ints]]:
+        """Each two clocks and their rows, (low, high, rows of low, of high), where `low` is an occurrence's lowest."""
         order = np.lexsort((self.rank, self.occurrence))
         fresh = changes(self.occurrence[order])
         lead = order[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]
@@ -72,7 +72,8 @@ class CommunicationEvents:
         low, high = self.rank[lead], self.rank[rows]
         by_pair = np.lexsort((high, low))
         begins = np.flatnonzero(changes(low[by_pair], high[by_pair]))
-        return [(lead[part], rows[part]) for part in np.split(by_pair, begins[1:])] if len(rows) else []
+        parts = np.split(by_pair, begins[1:]) if len(rows) else []
+        return [(int(low[part[0]]), int(high[part[0]]), lead[part], rows[part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,8 @@ def changes(*columns: Ints) -> NDArray[np.bool_]:
 
 def median_edges(ends: CommunicationEvents) -> list[tuple[int, int, float]]:
     """(a, b, how far b's clock is ahead of a's), by the median."""
-    return [
-        (int(ends.rank[lead[0]]), int(ends.rank[rows[0]]), float(np.median(ends.end[rows] - ends.end[lead])))
-        for lead, rows in ends.pairs()
-    ]
+    pairs = ends.pairs()
+    return [(low, high, float(np.median(ends.end[rows] - ends.end[lead]))) for low, high, lead, rows in pairs]
 
 
 def walk(count: int, edges: list[tuple[int, int, float]]) -> tuple[Floats, Ints]:
@@ -125,12 +124,11 @@ def walk(count: int, edges: list[tuple[int, int, float]]) -> tuple[Floats, Ints]
 def compare_ends(ends: CommunicationEvents, window: Window) -> tuple[list[Pair], NDArray[np.bool_]]:
     """The pairs of clocks, and which ends are no outliers."""
     pairs, kept = [], np.ones(len(ends.end), bool)
-    for lead, rows in ends.pairs():
+    for low, high, lead, rows in ends.pairs():
         when, ahead = window.scaled(ends.end[lead]), ends.end[rows] - ends.end[lead]
         design = np.stack([np.ones(len(rows)), when], axis=1)
         line, scale = _robust_line(design, ahead)
         kept[rows] = np.abs(ahead - design @ line) < OUTLIER * scale
-        low, high = int(ends.rank[lead[0]]), int(ends.rank[rows[0]])
         pairs.append(Pair(low, high, line, design.T @ design / scale**2))
     return pairs, kept
 
