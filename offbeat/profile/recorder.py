@@ -293,12 +293,14 @@ class Recorder:
         self.collective(task.index, task.kind, task.name, task.wire_bytes, len(task.ranks), queued, issued, finished)
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
-        """A wait or an update."""
+        """A wait or an update of the job."""
         self.line["local"].append((kind, messages, start, end))
 
-    def collective(self, *row: Any) -> None:
-        """Any collective that has ended, as a row of `lines.Collective`."""
-        self.collectives.append(row)
+    def collective(
+        self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
+    ) -> None:
+        """Any collective of the job."""
+        self.collectives.append((task, kind, name, size, ranks, queued, issued, finished))
 
     def _open(self) -> None:
         try:
