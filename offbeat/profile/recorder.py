@@ -195,11 +195,13 @@ class Recorder:
     def _listen_to_communication(self, module: torch.nn.Module) -> None:
         if self.runtime is not None:
             self.kind = "offbeat"
-            self.runtime.engine.reports.observer = self
-            self.undo.callback(setattr, self.runtime.engine.reports, "observer", None)
+            runtime = self.runtime
+            runtime.engine.reports.observer = self
+            # By then the runtime may have switched to another engine, which takes over the observer.
+            self.undo.callback(lambda: setattr(runtime.engine.reports, "observer", None))
             # Before any hook that may end the recorder's step.
-            self.runtime.step_hooks.insert(0, self._engine_stepped)
-            self.undo.callback(self.runtime.step_hooks.remove, self._engine_stepped)
+            runtime.step_hooks.insert(0, self._engine_stepped)
+            self.undo.callback(runtime.step_hooks.remove, self._engine_stepped)
             return
         self.undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
         self.undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)

@@ -66,6 +66,7 @@ def record(
                     recorder.step()
                     between(step, runtime)
                 runtime.engine.settle_all()
+            assert runtime.engine.reports.observer is None
             return recorder.lines
 
     folder.mkdir(exist_ok=True)
