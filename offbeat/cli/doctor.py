@@ -110,7 +110,7 @@ def probe() -> None:
     results: dict[str, str] = {}
     if os.geteuid() != 0:
         results["user namespaces"] = _attempt(linux.enter_user_namespace)
-    results["network namespaces"] = _attempt(partial(linux.unshare, linux.CLONE_NEWNET))
+    results["network namespaces"] = _attempt(partial(linux.call, "unshare", linux.CLONE_NEWNET))
     if not results["network namespaces"]:
         results["token bucket (tbf)"] = _attempt(partial(_shape, "tbf", rate=10**6, burst=10**4, limit=10**5))
         results["delay (netem)"] = _attempt(partial(_shape, "netem", delay=1000))

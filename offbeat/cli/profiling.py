@@ -27,18 +27,23 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Run a training script, here or (under torchrun) as a rank of a job, and record what every rank does."""
-    from offbeat.profile.launch import inside_job, profile_here, profile_script, require_script
+    from offbeat.profile.launch import clear_folder, inside_job, require_script, run_script
 
     require_script(script[0])
     if inside_job():
-        profile_here(script, output, steps=steps, plain_steps=plain_steps, run_on=run_on)
+        from offbeat.profile.attach import record_script
+
+        if os.environ["RANK"] == "0":
+            # The others begin to record only after they have met this rank.
+            clear_folder(output)
+        record_script(script, output, steps, plain_steps, run_on)
         if os.environ["RANK"] == "0":
             print(f"recorded into {output}; offbeat replay {output} shows what")
         return
+    clear_folder(output)
+    options = [str(output), str(steps), str(plain_steps), str(int(run_on))]
     with stdout_to_stderr(as_json):
-        code = profile_script(
-            script, output, ranks, steps=steps, plain_steps=plain_steps, run_on=run_on, timeout=timeout
-        )
+        code = run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
     if code:
         say_ended(code, timeout)
         raise typer.Exit(code)

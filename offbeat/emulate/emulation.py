@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 from offbeat.arguments import checked
 from offbeat.emulate import linux
@@ -87,7 +87,10 @@ class Emulation:
         latency: str | float | None = None,
         ranks_per_host: int = 1,
     ) -> None:
-        self._rates = _rates(hosts, bandwidth)
+        count = hosts if isinstance(hosts, int) else len(hosts)
+        if not 1 <= count <= MAX_HOSTS:
+            raise EmulationError(f"hosts: {quote(hosts)} is not a number or list of 1 to {MAX_HOSTS} hosts")
+        self._rates = [_rate(each) for each in ([bandwidth] * count if isinstance(hosts, int) else hosts)]
         self._latency_seconds = None if latency is None else parse_seconds(latency, "latency") or None
         if ranks_per_host < 1:
             raise EmulationError(f"ranks_per_host: {ranks_per_host} is not a whole number above 0")
@@ -105,8 +108,7 @@ class Emulation:
         if sys.platform != "linux":
             raise EmulationError(f"hosts: an emulated cluster needs Linux, and this is {sys.platform}")
         refusals: list[str] = []
-        kinds: tuple[Kind, ...] = ("namespaces", "user namespaces")
-        for kind in kinds:
+        for kind in get_args(Kind)[:-1]:
             try:
                 return self._build(kind)
             except EmulationError as error:
@@ -143,12 +145,12 @@ class Emulation:
 
     def set_bandwidth(self, host_index: int, bandwidth: Bandwidth) -> None:
         """Changes a host's link at once, also while ranks run; None lifts the limit."""
-        host, rate = self._host(host_index), _rate(bandwidth)
+        (keeper, host), rate = self._running(host_index), _rate(bandwidth)
         if self.kind == "loopback":
             warnings.warn("bandwidth: nothing was changed, because this emulation runs on plain loopback", stacklevel=2)
             return
         try:
-            self._running().ask(host=host_index, bytes_per_second=rate)
+            keeper.ask(host=host_index, bytes_per_second=rate)
         except EmulationError as error:
             raise EmulationError(f"bandwidth: {host.name} cannot be set to {bandwidth!r}: {error}") from None
         changed = replace(host, bandwidth_bytes_per_second=rate)
@@ -156,7 +158,13 @@ class Emulation:
 
     def traffic(self) -> list[tuple[int, int]]:
         """(sent, received) bytes of every host since the start, headers included; on loopback all hosts share one."""
-        return [_counters(host.pid, self.interface) for host in self.hosts]
+        counts = []
+        for host in self.hosts:
+            devices = Path(f"/proc/{host.pid}/net/dev").read_text().splitlines()
+            line = next(line for line in devices if line.strip().startswith(f"{self.interface}:"))
+            fields = line.partition(":")[2].split()
+            counts.append((int(fields[8]), int(fields[0])))
+        return counts
 
     def cluster_spec(self) -> "ClusterSpec":
         """This cluster as data for planning and simulation."""
@@ -198,11 +206,16 @@ class Emulation:
     ) -> RankProcess:
         """Starts one rank inside its host; it ends with this process at the latest.
 
-        It has no input; its output defaults to this process's.
+        A Python script, or options of Python, run under this interpreter. The rank has no input; its output defaults to
+        this process's.
         """
-        host = self._host(rank // self._ranks_per_host)
+        _, host = self._running(rank // self._ranks_per_host)
         environment = {**self._environment(rank, master_port), **(env or {}), _MARK: self._mark}
-        argv = _argv(program)
+        argv = [os.fspath(part) for part in ([program] if isinstance(program, (str, os.PathLike)) else program)]
+        if not argv:
+            raise EmulationError("program: an empty command cannot be run")
+        if argv[0].endswith(".py") or argv[0].startswith("-"):
+            argv = [sys.executable, *argv]
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise EmulationError(f"rank {rank}: cannot start {argv[0]!r}: No such file or program")
         if self.kind != "loopback":
@@ -238,13 +251,15 @@ class Emulation:
 
         Arguments and values travel as JSON, so tuples arrive as lists.
         """
-        call = json.dumps({"target": _target(function), "args": args, "path": sys.path})
-        with tempfile.TemporaryDirectory(prefix="offbeat-call-") as name:
-            folder = Path(name)
-            (folder / "call").write_text(call)
-            program = ["-c", _ANSWER, name]
-            self.run(program, timeout=timeout, env={"PYTHONPATH": search_path()})
-            return [json.loads((folder / f"answer{rank}").read_bytes()) for rank in range(self.world_size)]
+        target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        module, _, name = target.partition(":")
+        if module == "__main__" or not module or not name.isidentifier():
+            raise EmulationError(f"function: {target!r} is not a function at the top of an importable module")
+        call = json.dumps({"module": module, "name": name, "args": args, "path": sys.path})
+        with tempfile.TemporaryDirectory(prefix="offbeat-call-") as folder:
+            Path(folder, "call").write_text(call)
+            self.run(["-c", _ANSWER, folder], timeout=timeout, env={"PYTHONPATH": search_path()})
+            return [json.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(self.world_size)]
 
     def _environment(self, rank: int, master_port: int) -> dict[str, str]:
         """The variables that torchrun sets for a rank, and those that keep gloo and NCCL on the emulated links."""
@@ -283,23 +298,13 @@ class Emulation:
         self.hosts = tuple(map(Host, names, addresses, rates, reply["pids"]))
         return self
 
-    def _running(self) -> KeeperProcess:
+    def _running(self, index: int) -> tuple[KeeperProcess, Host]:
+        """The keeper, and one of its hosts."""
         if self._keeper is None:
             raise EmulationError("hosts: the emulated cluster is not running; use it inside its `with` block")
-        return self._keeper
-
-    def _host(self, index: int) -> Host:
-        self._running()
         if not 0 <= index < len(self.hosts):
             raise EmulationError(f"host {index} is outside the emulated cluster of {len(self.hosts)} hosts")
-        return self.hosts[index]
-
-
-def _rates(hosts: int | Sequence[Bandwidth], bandwidth: Bandwidth) -> list[float | None]:
-    count = hosts if isinstance(hosts, int) else len(hosts)
-    if not 1 <= count <= MAX_HOSTS:
-        raise EmulationError(f"hosts: {quote(hosts)} is not a number or list of 1 to {MAX_HOSTS} hosts")
-    return [_rate(value) for value in ([bandwidth] * count if isinstance(hosts, int) else hosts)]
+        return self._keeper, self.hosts[index]
 
 
 def _rate(bandwidth: Bandwidth) -> float | None:
@@ -311,34 +316,10 @@ def _rate(bandwidth: Bandwidth) -> float | None:
     return rate
 
 
-def _argv(program: Program) -> list[str]:
-    """The argv of a rank: a Python script, or options of Python, run under this interpreter; all else as it is."""
-    argv = [os.fspath(program)] if isinstance(program, (str, os.PathLike)) else [os.fspath(part) for part in program]
-    if not argv:
-        raise EmulationError("program: an empty command cannot be run")
-    return [sys.executable, *argv] if argv[0].endswith(".py") or argv[0].startswith("-") else argv
-
-
-def _target(function: str | Callable[..., Any]) -> str:
-    target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-    module, _, name = target.partition(":")
-    if module == "__main__" or not module or not name.isidentifier():
-        raise EmulationError(f"function: {target!r} is not a function at the top of an importable module")
-    return target
-
-
 def answer_call() -> None:
     """The rank's side of `Emulation.run_function`: calls what the folder in argv names and leaves the value there."""
     folder = Path(sys.argv[1])
     call = json.loads((folder / "call").read_text())
     sys.path[:] = call["path"]
-    module, _, name = call["target"].partition(":")
-    value = getattr(importlib.import_module(module), name)(*call["args"])
+    value = getattr(importlib.import_module(call["module"]), call["name"])(*call["args"])
     (folder / f"answer{os.environ['RANK']}").write_text(json.dumps(value, allow_nan=False))
-
-
-def _counters(pid: int, interface: str) -> tuple[int, int]:
-    with open(f"/proc/{pid}/net/dev") as stream:
-        line = next(line for line in stream if line.strip().startswith(f"{interface}:"))
-    fields = line.partition(":")[2].split()
-    return int(fields[8]), int(fields[0])

@@ -86,10 +86,11 @@ def _build(
         return {"pids": [os.getpid()] * len(names)}, None
     if kind == "user namespaces":
         linux.enter_user_namespace()
-        linux.allow_inspection()
+        # Entering it forbids other processes of this user to read /proc/<pid>/ns.
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)
     known = "".join(f"{address} {name}\n" for name, address in zip(names, addresses, strict=True))
     pids = [_hold(name, f"127.0.0.1 localhost\n{known}") for name in names]
-    linux.unshare(linux.CLONE_NEWNET)
+    linux.call("unshare", linux.CLONE_NEWNET)
     # Imported only now: the holders were forked from a process without it.
     from offbeat.emulate.links import Network
 
@@ -117,8 +118,8 @@ def _hold(name: str, hosts_file: str) -> int:
 def _sleep_in_namespaces(keeper: int, name: str, hosts_file: str, ready: int) -> None:
     try:
         linux.die_with(keeper)
-        linux.name_process(f"offbeat-{name}")
-        linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWUTS | linux.CLONE_NEWNS)
+        linux.prctl(linux.PR_SET_NAME, f"offbeat-{name}".encode())
+        linux.call("unshare", linux.CLONE_NEWNET | linux.CLONE_NEWUTS | linux.CLONE_NEWNS)
         socket.sethostname(name)
         # Without it the hosts still reach each other, they only lack names.
         with contextlib.suppress(OSError):
@@ -179,11 +180,10 @@ def main(owner: int, mark: str) -> None:
         watched = os.pidfd_open(owner)
     if os.getppid() != owner:
         return
-    linux.name_process("offbeat-keeper")
+    linux.prctl(linux.PR_SET_NAME, b"offbeat-keeper")
     namespaces: set[str] = set()
     try:
-        _serve(watched, namespaces)
-    except BrokenPipeError:
-        pass
+        with contextlib.suppress(BrokenPipeError):
+            _serve(watched, namespaces)
     finally:
         _kill_all(namespaces, mark.encode())

@@ -18,7 +18,7 @@ from offbeat.emulate import linux
 
 INTERFACE = "eth0"
 PREFIX_LENGTH = 16
-_BRIDGE = "switch"
+_BRIDGE, _PORT = "switch", "port"
 # One segment as large as TCP offload builds it: fewest packets, so that few cores can drive several links.
 _MTU = 65_000
 # The bucket must hold one whole packet with its headers, else it is cut up in software or dropped. Above 2.8 Gbit/s it
@@ -48,28 +48,24 @@ class Network:
         self._hosts: list[IPRoute] = []
         for position, (pid, address) in enumerate(zip(pids, addresses, strict=True)):
             namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-            linux.setns(namespace, linux.CLONE_NEWNET)
-            self._hosts.append(_open())
-            linux.setns(home, linux.CLONE_NEWNET)
-            self._plug(bridge, position, namespace, address)
+            linux.call("setns", namespace, linux.CLONE_NEWNET)
+            host, port = _open(), f"{_PORT}{position}"
+            linux.call("setns", home, linux.CLONE_NEWNET)
+            self._hosts.append(host)
+            peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
+            self._switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
+            self._switch.link("set", index=_index(self._switch, port), master=bridge, state="up")
+            host.link("set", index=_index(host, "lo"), state="up")
+            interface = _index(host, INTERFACE)
+            host.addr("add", index=interface, address=address, prefixlen=PREFIX_LENGTH)
+            host.link("set", index=interface, state="up")
             os.close(namespace)
         os.close(home)
-
-    def _plug(self, bridge: int, position: int, namespace: int, address: str) -> None:
-        """Joins a host to the switch."""
-        host, port = self._hosts[position], _port(position)
-        peer: dict[str, Any] = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": _MTU}
-        self._switch.link("add", ifname=port, kind="veth", mtu=_MTU, peer=peer)
-        self._switch.link("set", index=_index(self._switch, port), master=bridge, state="up")
-        host.link("set", index=_index(host, "lo"), state="up")
-        interface = _index(host, INTERFACE)
-        host.addr("add", index=interface, address=address, prefixlen=PREFIX_LENGTH)
-        host.link("set", index=interface, state="up")
 
     def shape(self, host: int, bytes_per_second: float | None) -> None:
         """Limits both directions of a host's link; None lifts the limit. The latency is added where the host sends."""
         _shape(self._hosts[host], INTERFACE, bytes_per_second, self._latency_seconds)
-        _shape(self._switch, _port(host), bytes_per_second, None)
+        _shape(self._switch, f"{_PORT}{host}", bytes_per_second, None)
 
 
 def _open() -> IPRoute:
@@ -106,7 +102,3 @@ def _shape(route: IPRoute, interface: str, bytes_per_second: float | None, laten
 
 def _index(route: IPRoute, interface: str) -> int:
     return next(iter(route.link_lookup(ifname=interface)))
-
-
-def _port(host: int) -> str:
-    return f"port{host}"

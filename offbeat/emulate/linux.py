@@ -20,33 +20,27 @@ _MS_REC = 0x4000
 _MS_PRIVATE = 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
-_PR_SET_NAME = 15
+PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
 
 
-def unshare(flags: int) -> None:
-    """Moves the calling thread into new namespaces."""
-    _checked("unshare", flags)
+def call(function: str, *arguments: object) -> None:
+    """Calls the C library: `unshare` makes namespaces, `setns` enters the one of an open /proc/<pid>/ns file."""
+    if getattr(_libc(), function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
-def setns(descriptor: int, kind: int) -> None:
-    """Moves the calling thread into the namespace that an open /proc/<pid>/ns file stands for."""
-    _checked("setns", descriptor, kind)
-
-
-def name_process(name: str) -> None:
-    """Shown by ps; cut to 15 characters."""
-    _prctl(_PR_SET_NAME, name.encode()[:15])
-
-
-def allow_inspection() -> None:
-    """Lets other processes of this user read /proc/<pid>/ns, which entering a user namespace forbids."""
-    _prctl(_PR_SET_DUMPABLE, 1)
+def prctl(option: int, value: int | bytes) -> None:
+    """Changes an attribute of this process, such as the name that ps shows (15 characters of it)."""
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    zero = ctypes.c_ulong(0)
+    call("prctl", option, argument, zero, zero, zero)
 
 
 def die_with(parent: int) -> None:
     """Kills this process as soon as the thread that forked it ends; ends it now if the parent is already gone."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -54,7 +48,7 @@ def die_with(parent: int) -> None:
 def enter_user_namespace() -> None:
     """Moves this process into a user namespace in which it may build networks; user and group stay what they are."""
     user, group = os.geteuid(), os.getegid()
-    unshare(CLONE_NEWUSER)
+    call("unshare", CLONE_NEWUSER)
     for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as stream:
             stream.write(content)
@@ -64,7 +58,7 @@ def enter(pid: str, names: str, *argv: str) -> None:
     """Joins the named namespaces of a process and becomes a program in them."""
     folder = os.getcwd()
     for namespace in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names.split(",")]:
-        setns(namespace, 0)
+        call("setns", namespace, 0)
     # Entering a mount namespace leads to its root.
     os.chdir(folder)
     # What Python ignores, or a shell that started it in the background, must not reach the program.
@@ -79,26 +73,14 @@ def replace_hosts_file(content: str) -> None:
     The text lives in a memory file system that is mounted over /tmp only while the file is bound, so that nothing of it
     is ever on disk.
     """
-    _checked("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-    _checked("mount", b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(0), b"size=64k")
+    call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(0), b"size=64k")
     try:
         with open("/tmp/hosts", "w") as stream:
             stream.write(content)
-        _checked("mount", b"/tmp/hosts", b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
+        call("mount", b"/tmp/hosts", b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
     finally:
-        _checked("umount2", b"/tmp", _MNT_DETACH)
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
-    zero = ctypes.c_ulong(0)
-    _checked("prctl", option, argument, zero, zero, zero)
-
-
-def _checked(function: str, *arguments: object) -> None:
-    if getattr(_libc(), function)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{function}: {os.strerror(number)}")
+        call("umount2", b"/tmp", _MNT_DETACH)
 
 
 @cache

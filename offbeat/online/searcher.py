@@ -103,7 +103,7 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "graph": profile.graph.to_json().decode(),
         "costs": profile.costs.to_dict(),
-        "notes": list(profile.notes),
+        "notes": list(profile.timeline.notes),
         "candidates": [
             {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}
             for each in found

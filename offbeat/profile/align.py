@@ -1,13 +1,11 @@
 """Communication events of ranks with their own clocks → an offset and a drift per rank; Timeline → one clock.
 
 The clock of a machine shows local = reference + (true - reference) * (1 + drift) + offset, where rank 0's clock is the
-true one. Two observations determine the clocks:
+true one. It follows from the ends of barrier-like collectives (all-reduce, all-gather, barrier, ...), which all
+participants leave nearly together (`clockfit`), and, by dPRO section 4.2, from RECVs of the same tensor, which take
+equally long (`recvfit`).
 
-* All participants of a barrier-like collective (all-reduce, all-gather, barrier, ...) leave it nearly together
-  (`offbeat.profile.clockfit`).
-* dPRO section 4.2: RECVs of the same tensor take equally long (`offbeat.profile.recvfit`).
-
-The paper's second objective O2 (ranks of a machine have equal offsets) holds exactly here: one clock per machine. Its
+dPRO's second objective O2 (ranks of a machine have equal offsets) holds exactly here: one clock per machine. Its
 dependency constraints hold too: nobody leaves a collective, and no RECV ends, before the last has joined or the SEND
 has begun.
 """
@@ -21,13 +19,10 @@ import numpy as np
 
 from offbeat.errors import OffbeatError
 from offbeat.profile import clockfit
-from offbeat.profile.clockfit import Ends, Floats, Ints, changes, median_edges, walk
-from offbeat.profile.recvfit import Transfers, compare_transfers
+from offbeat.profile.clockfit import RECEIVE, ROOTED, SEND, TOGETHER, CommunicationEvents, Floats, Ints
+from offbeat.profile.recvfit import compare_transfers
 from offbeat.timeline import KINDS, Timeline
 from offbeat.units import format_seconds
-
-TOGETHER, ROOTED, SEND, RECEIVE = range(4)
-"""Roles of an event: in a barrier-like collective, in one with a root, and the two sides of a transfer."""
 
 # Anchored, because a bucket of DDP is named after its parameters, which may be called anything.
 _VERB = re.compile(r"(?:[a-z_0-9]+:+)?(?:c10d::|_)*([a-z_]*)", re.IGNORECASE)
@@ -36,22 +31,6 @@ _ROLES |= dict.fromkeys(("broadcast", "reduce", "gather", "scatter", "push", "pu
 
 _SHARED_CLOCK_SECONDS = 5e-3
 """Ranks of one machine whose clocks differ by more than this are aligned one by one."""
-
-
-@dataclass(frozen=True, eq=False)
-class CommunicationEvents:
-    """One row per participant of each occurrence of a collective or transfer, as columns of equal length."""
-
-    occurrence: Ints
-    rank: Ints
-    start: Floats
-    """Seconds on the rank's own clock, as is `end`."""
-    end: Floats
-    role: Ints
-    family: Ints
-    """Equal for RECVs of the same tensor between the same ranks in different steps; unused for other roles."""
-    ranks: tuple[int, ...]
-    """All ranks of the job, also those without communication."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +57,14 @@ def communication_events(timeline: Timeline) -> CommunicationEvents:
     chosen = np.flatnonzero((timeline.kind == KINDS.index("communication")) & (timeline.task >= 0))
     order = chosen[np.lexsort((timeline.rank[chosen], timeline.task[chosen], timeline.step[chosen]))]
     step, task, rank = (column[order].astype(np.int64) for column in (timeline.step, timeline.task, timeline.rank))
-    fresh = changes(step, task)
+    fresh = clockfit.changes(step, task)
     # A collective cut into slices has several spans on one rank; together they are one event.
-    begins = np.flatnonzero(fresh | changes(rank))
+    begins = np.flatnonzero(fresh | clockfit.changes(rank))
     start, end = timeline.start[order], timeline.end[order]
-    if len(order):
-        start, end = np.minimum.reduceat(start, begins), np.maximum.reduceat(end, begins)
+    start, end = np.minimum.reduceat(start, begins), np.maximum.reduceat(end, begins)
     occurrence = np.cumsum(fresh)[begins] - 1
-    roles = np.array([_role(name) for name in timeline.names], np.int64)
-    role = roles[timeline.name[order[begins]]] if len(order) else np.empty(0, np.int64)
+    verbs = [_VERB.findall(name)[0].strip("_").lower() for name in timeline.names]
+    role = np.array([_ROLES.get(verb, TOGETHER) for verb in verbs], np.int64)[timeline.name[order[begins]]]
     step, task, rank, size = step[begins], task[begins], rank[begins], timeline.bytes[order[begins]]
 
     keep = np.isfinite(start) & np.isfinite(end) & (np.bincount(occurrence)[occurrence] >= 2)
@@ -115,29 +93,28 @@ def clock_offsets(events: CommunicationEvents, machine: Mapping[int, Hashable] |
             f"clock alignment: rank {ranks[lacking[0]]} took part only in collectives with a root, "
             "whose participants need not end together, so its clock is less certain"
         )
-    clock = _clocks(ranks, machine or {}, median_edges(_ends(events)), notes)
+    clock = _clocks(ranks, machine or {}, events, notes)
     events = replace(events, rank=clock[events.rank])
     count = int(clock.max(initial=-1)) + 1
-    coarse, component = walk(count, median_edges(_ends(events)) + median_edges(_ends(events, (SEND, RECEIVE))))
+    edges = clockfit.median_edges(events.ends(TOGETHER)) + clockfit.median_edges(events.ends(SEND, RECEIVE))
+    coarse, component = clockfit.walk(count, edges)
     _note_unreached(ranks, clock, component, notes)
-
     shift = coarse[events.rank]
     events = replace(events, start=events.start - shift, end=events.end - shift)
-    ends, transfers = _ends(events), _transfers(events)
-    times = np.concatenate([ends.end, transfers.send_start])
+    ends, (sends, receives) = events.ends(TOGETHER), _transfers(events)
+    times = np.concatenate([ends.end, events.start[sends]])
     first, last = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
     window = clockfit.Window(middle=(first + last) / 2, half=max((last - first) / 2, 1e-3))
     free = np.flatnonzero(component != np.arange(count))
     pairs, kept = clockfit.compare_ends(ends, window)
-    pairs += compare_transfers(transfers, window)
+    pairs += compare_transfers(events, sends, receives, window)
     offset, drift, hessian = clockfit.solve(pairs, count, free, window)
     bounds = np.full((count, count), np.inf) if len(lacking) else clockfit.end_bounds(ends, drift, kept, window)
     for pair in pairs:
         for ends_of, most in zip(((pair.low, pair.high), (pair.high, pair.low)), pair.most, strict=True):
             bounds[ends_of] = min(bounds[ends_of], most)
     offset = clockfit.respect(offset, hessian, free, bounds, notes)
-    rejected = float(np.mean(~kept)) if len(kept) else 0.0
-    if rejected > 0.3:
+    if len(kept) and (rejected := float(np.mean(~kept))) > 0.3:
         notes.append(f"clock alignment: {rejected:.0%} of the collectives' ends are outliers and were left out")
     return Alignment(
         ranks=tuple(ranks.tolist()),
@@ -162,39 +139,21 @@ def apply(timeline: Timeline, alignment: Alignment) -> Timeline:
     return replace(timeline, **times, marks=marks, critical=None, notes=(*timeline.notes, *alignment.notes))
 
 
-def _role(name: str) -> int:
-    match = _VERB.match(name)
-    return _ROLES.get(match[1].strip("_").lower() if match else "", TOGETHER)
-
-
-def _ends(events: CommunicationEvents, roles: tuple[int, ...] = (TOGETHER,)) -> Ends:
-    """Moments that should coincide; a RECV ends, within what the transfer takes, when its SEND begins or later."""
-    rows = np.flatnonzero(np.isin(events.role, roles))
-    rows = rows[np.argsort(events.occurrence[rows], kind="stable")]
-    occurrence = np.unique(events.occurrence[rows], return_inverse=True)[1].reshape(-1)
-    end = np.where(events.role == SEND, events.start, events.end)
-    return Ends(occurrence, events.rank[rows], events.start[rows], end[rows])
-
-
-def _transfers(events: CommunicationEvents) -> Transfers:
-    """The transfers between different clocks."""
+def _transfers(events: CommunicationEvents) -> tuple[Ints, Ints]:
+    """Rows of the SENDs and of the RECVs of transfers between different clocks."""
     sends, receives = (np.flatnonzero(events.role == role) for role in (SEND, RECEIVE))
     _, first, second = np.intersect1d(events.occurrence[sends], events.occurrence[receives], return_indices=True)
     sends, receives = sends[first], receives[second]
     apart = events.rank[sends] != events.rank[receives]
-    sends, receives = sends[apart], receives[apart]
-    times = (events.start[sends], events.start[receives], events.end[receives])
-    return Transfers(events.rank[sends], events.rank[receives], *times, events.family[receives])
+    return sends[apart], receives[apart]
 
 
-def _clocks(
-    ranks: Ints, machine: Mapping[int, Hashable], edges: list[tuple[int, int, float]], notes: list[str]
-) -> Ints:
+def _clocks(ranks: Ints, machine: Mapping[int, Hashable], events: CommunicationEvents, notes: list[str]) -> Ints:
     """The number of each rank's clock, in the order of the lowest rank that reads it."""
     members: dict[Hashable, list[int]] = {}
     for position, rank in enumerate(ranks.tolist()):
         members.setdefault(machine.get(rank, ("rank", rank)), []).append(position)
-    offset, component = walk(len(ranks), edges)
+    offset, component = clockfit.walk(len(ranks), clockfit.median_edges(events.ends(TOGETHER)))
     lowest = np.arange(len(ranks))
     for name, positions in members.items():
         apart = [np.ptp(offset[positions][component[positions] == root]) for root in np.unique(component[positions])]

@@ -12,6 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +38,8 @@ class Attachment:
     def __init__(self, folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool) -> None:
         self.folder = Path(folder)
         self.steps, self.plain_steps, self.run_on = steps, plain_steps, run_on
-        self.plain: list[float] = []
-        self.recorded: list[float] = []
-        self.before: float | None = None
-        self.count = 0
+        self.ends: list[float] = []
+        """When each step ended, recorded or not."""
         self.root: torch.nn.Module | None = None
         self.optimizer: Any = None
         self.recorder: Recorder | None = None
@@ -79,13 +78,9 @@ class Attachment:
         """A step has ended."""
         if self.done:
             return
-        now = time.perf_counter()
-        if self.before is not None:
-            (self.plain if self.recorder is None else self.recorded).append(now - self.before)
-        self.before = now
+        self.ends.append(time.perf_counter())
         if self.recorder is None:
-            self.count += 1
-            if self.count >= self.plain_steps:
+            if len(self.ends) >= self.plain_steps:
                 self._record()
             return
         self.recorder.step()
@@ -120,13 +115,15 @@ class Attachment:
         if self.recorder is None:
             if error is None:
                 raise OffbeatError(
-                    f"{self.folder}: nothing was recorded, because the script made {self.count} steps "
+                    f"{self.folder}: nothing was recorded, because the script made {len(self.ends)} steps "
                     f"and recording begins after {self.plain_steps}; --plain-steps changes that"
                 )
             return
         self.recorder.__exit__(type(error) if error else None, error, None)
         if self.recorder.rank == 0 and self.recorder.kind:
-            plain, recorded = self.plain[WARM_UP_STEPS:], self.recorded[1:]
+            seconds = [end - before for before, end in pairwise(self.ends)]
+            # The step in which the recorder was attached counts for neither.
+            plain, recorded = seconds[WARM_UP_STEPS : max(0, self.plain_steps - 1)], seconds[max(1, self.plain_steps) :]
             content = {
                 "plain_step_seconds": median(plain) if plain else None,
                 "recorded_step_seconds": median(recorded) if recorded else None,
@@ -146,7 +143,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def record_script(
-    script: Sequence[str], folder: str | os.PathLike[str], *, steps: int, plain_steps: int, run_on: bool
+    script: Sequence[str], folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool
 ) -> None:
     """Runs a script in this process and records some of its steps."""
     attachment = Attachment(folder, steps, plain_steps, run_on)
@@ -161,7 +158,7 @@ def record_script(
 if __name__ == "__main__":
     folder, steps, plain_steps, run_on, *script = sys.argv[1:]
     try:
-        record_script(script, folder, steps=int(steps), plain_steps=int(plain_steps), run_on=run_on == "1")
+        record_script(script, folder, int(steps), int(plain_steps), run_on == "1")
     except OffbeatError as problem:
         print(f"offbeat: rank {os.environ.get('RANK', '0')}: {problem}", file=sys.stderr)
         sys.exit(1)

@@ -14,10 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from itertools import cycle, islice
-from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec, CollectiveTable
-from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, Costs, in_a_row
+from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, in_a_row
 from offbeat.cost.tables import latency_steps
 from offbeat.cpu_steal import QUIET, CpuSteal
 from offbeat.errors import OffbeatError
@@ -54,27 +54,24 @@ LONGEST_SECONDS = 0.15
 
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
-_TABULATED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
-"""Collectives that a cluster file has tables for."""
 Measured = dict[tuple[str, int], list[Sample]]
 """By collective and size of the groups: samples of the slowest group."""
 _TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
-def calibrate_job(folder: str | PathLike[str]) -> Costs:
-    """What each collective of the running job costs; rank 0 writes `calibration.json`. Every rank must call it."""
+def calibrate_job(folder: Path) -> None:
+    """Measures what each collective of the running job costs, on every rank; rank 0 writes `calibration.json`."""
     samples, ranks = measure_job(), dist.get_world_size()
     known = known_costs(dist.get_backend(), ranks)
     fits = {
         (kind, ranks): fit_alone(found) if known.straight and kind in SERVED else fit(found)
         for kind, found in samples.items()
     }
-    costs = replace(known, collectives=fits)
     if dist.get_rank() == 0:
-        content = orjson.dumps({"costs": costs.to_dict(), "samples": samples}, option=orjson.OPT_INDENT_2)
-        files.write_atomic(Path(folder) / "calibration.json", content, "calibration")
-    return costs
+        content = {"costs": replace(known, collectives=fits).to_dict(), "samples": samples}
+        written = orjson.dumps(content, option=orjson.OPT_INDENT_2)
+        files.write_atomic(folder / "calibration.json", written, "calibration")
 
 
 def measure_job() -> dict[str, list[Sample]]:
@@ -83,11 +80,8 @@ def measure_job() -> dict[str, list[Sample]]:
     if job not in _measured:
         world = torch_world()
         everyone = tuple(range(world.size))
-        channel = world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)
-        try:
+        with closing(world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
             _measured[job] = _least_disturbed(channel, world.device)
-        finally:
-            channel.close()
     return _measured[job]
 
 
@@ -102,21 +96,21 @@ def _least_disturbed(channel: Channel, device: torch.device) -> dict[str, list[S
     return min(found, key=lambda attempt: attempt[0])[1]
 
 
-def measure(channel: Channel, kind: str, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Sample]:
+def measure(channel: Channel, kind: str, device: torch.device) -> list[Sample]:
     """Samples of one collective, the slowest rank's; the same on every rank."""
     larger = [starter(channel, kind, LARGE_BYTES, device, turn) for turn in range(IN_A_ROW)]
-    rows = {LARGE_BYTES: _repeat(channel, device, larger, LEFT_OUT, REPEATS)}
+    large = _repeat(channel, device, larger, LEFT_OUT, REPEATS)
     samples: list[Sample] = []
-    for size in sizes:
+    for size in SIZES:
         starts = [starter(channel, kind, size, device, turn) for turn in range(IN_A_ROW)]
         if size >= LARGE_BYTES:
-            alone, whole = rows.get(size) or _repeat(channel, device, starts, LEFT_OUT, REPEATS)
+            alone, whole = large if size == LARGE_BYTES else _repeat(channel, device, starts, LEFT_OUT, REPEATS)
             each = whole / (IN_A_ROW - LEFT_OUT)
         else:
             small = cycle(starts)
-            row = [start for large in larger[:CYCLES] for start in (*islice(small, SMALL_IN_A_ROW), large)]
+            row = [start for last in larger[:CYCLES] for start in (*islice(small, SMALL_IN_A_ROW), last)]
             alone, whole = _repeat(channel, device, row, SMALL_IN_A_ROW + 1, SMALL_REPEATS)
-            others = rows[LARGE_BYTES][1] / (IN_A_ROW - LEFT_OUT)
+            others = large[1] / (IN_A_ROW - LEFT_OUT)
             each = max(0.0, (whole / (CYCLES - 1) - others) / SMALL_IN_A_ROW)
         one, rest = largest(channel, torch.tensor([alone, each], dtype=torch.float64, device=device)).tolist()
         samples.append((size, one, rest))
@@ -129,11 +123,12 @@ def _repeat(
     channel: Channel, device: torch.device, starts: Sequence[Callable[[], Work]], left_out: int, repeats: int
 ) -> tuple[float, float]:
     """Medians: (seconds of the first one alone, seconds of the row without the first `left_out`)."""
+    meeting = [lambda: channel.all_reduce(torch.zeros(1, device=device))]
     alone, row = [], []
     for _ in range(repeats):
-        _meet(channel, device)
+        _ends(meeting, device)
         alone.append(_ends(starts[:1], device)[0])
-        _meet(channel, device)
+        _ends(meeting, device)
         ends = _ends(starts, device)
         # Buffers along the way absorb the first ones.
         row.append(ends[-1] - ends[left_out - 1])
@@ -200,11 +195,6 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
             return lambda: channel.gather(outputs, tensor, root)
 
 
-def _meet(channel: Channel, device: torch.device) -> None:
-    channel.all_reduce(torch.zeros(1, device=device)).wait()
-    _synchronise(device)
-
-
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
     """Seconds until each of the collectives, all issued at once, has ended."""
     begin = time.perf_counter()
@@ -212,14 +202,10 @@ def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[fl
     ends = []
     for work in works:
         work.wait()
-        _synchronise(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         ends.append(time.perf_counter() - begin)
     return ends
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_partitionings(world: int) -> Measured:
@@ -229,15 +215,12 @@ def measure_partitionings(world: int) -> Measured:
     for size in (size for size in range(2, world + 1) if world % size == 0):
         first = job.rank // size * size
         ranks = tuple(range(first, first + size))
-        channel = job.open_channel(f"offbeat/survey/{size}/{first}", ranks, 2, _TIMEOUT)
-        try:
+        with closing(job.open_channel(f"offbeat/survey/{size}/{first}", ranks, 2, _TIMEOUT)) as channel:
             for kind in KINDS:
                 dist.barrier()
                 groups: list[list[Sample]] = [[] for _ in range(world)]
                 dist.all_gather_object(groups, measure(channel, kind, job.device))
                 measured[kind, size] = slowest(groups)
-        finally:
-            channel.close()
     return measured
 
 
@@ -252,24 +235,24 @@ def slowest(groups: list[list[Sample]]) -> list[Sample]:
 def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
     """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning."""
     nodes = world // per_node
-    fields: dict[str, float] = {}
+    fields: dict[str, float | None] = {}
     if nodes > 1:
+        fields["address"] = None
         fields["bandwidth"], fields["latency"] = link_of(measured["all_reduce", world], world)
     if per_node > 1:
         fields["intra_bandwidth"], fields["intra_latency"] = link_of(measured["all_reduce", per_node], per_node)
     tables = tuple(
         CollectiveTable(
-            collective=kind,  # type: ignore[arg-type] # one of _TABULATED
+            collective=kind,  # type: ignore[arg-type] # one of KINDS
             groups=tuple(tuple(range(first, first + size)) for first in range(0, world, size)),
             sizes_bytes=tuple(bytes for bytes, _, _ in samples),
             seconds=tuple(alone for _, alone, _ in samples),
         )
         for (kind, size), samples in measured.items()
-        if kind in _TABULATED
+        # A cluster file has no tables of gathers.
+        if kind != "gather"
     )
     local = ClusterSpec.local(per_node).nodes[0]
-    if nodes > 1:
-        local = local.model_copy(update={"address": None})
     made = tuple(local.model_copy(update={**fields, "name": f"node{number}"}) for number in range(nodes))
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 

@@ -6,7 +6,7 @@ heavy-tailed; `solve` joins all comparisons by least squares; `respect` moves th
 no effect precedes its cause. Offsets are in seconds, drifts in seconds per half window.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,26 +35,45 @@ class Window:
         return (seconds - self.middle) / self.half
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Events whose ends should coincide, sorted by occurrence, which are numbered 0, 1, ..."""
+TOGETHER, ROOTED, SEND, RECEIVE = range(4)
+"""Roles of an event: in a barrier-like collective, in one with a root, and the two sides of a transfer."""
+
+
+@dataclass(frozen=True, eq=False)
+class CommunicationEvents:
+    """One row per participant of each occurrence of a collective or transfer, as columns of equal length."""
 
     occurrence: Ints
-    clock: Ints
+    rank: Ints
+    """The rank, or the number of the clock that it reads."""
     start: Floats
+    """Seconds on the rank's own clock, as is `end`."""
     end: Floats
+    role: Ints
+    family: Ints
+    """Equal for RECVs of the same tensor between the same ranks in different steps; unused for other roles."""
+    ranks: tuple[int, ...]
+    """All ranks of the job, also those without communication."""
 
-    def pairs(self) -> list[tuple[Ints, Ints]]:
-        """For each two clocks (rows of the lower, rows of the other) over the occurrences in which it is the lowest."""
-        order = np.lexsort((self.clock, self.occurrence))
+    def ends(self, *roles: int) -> "CommunicationEvents":
+        """The events of these roles, with ends that should coincide: a RECV ends shortly after its SEND begins."""
+        events = replace(self, end=np.where(self.role == SEND, self.start, self.end))
+        rows = np.isin(self.role, roles)
+        columns = ("occurrence", "rank", "start", "end", "role", "family")
+        return replace(events, **{column: getattr(events, column)[rows] for column in columns})
+
+    def pairs(self) -> list[tuple[int, int, Ints, Ints]]:
+        """Each two clocks and their rows, (low, high, rows of low, of high), where `low` is an occurrence's lowest."""
+        order = np.lexsort((self.rank, self.occurrence))
         fresh = changes(self.occurrence[order])
         lead = order[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]
-        apart = self.clock[order] != self.clock[lead]
+        apart = self.rank[order] != self.rank[lead]
         rows, lead = order[apart], lead[apart]
-        low, high = self.clock[lead], self.clock[rows]
+        low, high = self.rank[lead], self.rank[rows]
         by_pair = np.lexsort((high, low))
         begins = np.flatnonzero(changes(low[by_pair], high[by_pair]))
-        return [(lead[part], rows[part]) for part in np.split(by_pair, begins[1:])] if len(rows) else []
+        parts = np.split(by_pair, begins[1:]) if len(rows) else []
+        return [(int(low[part[0]]), int(high[part[0]]), lead[part], rows[part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -73,19 +92,14 @@ class Pair:
 
 def changes(*columns: Ints) -> NDArray[np.bool_]:
     """True where any of the columns differs from the row before."""
-    result = np.zeros(len(columns[0]), bool)
-    result[:1] = True
-    for column in columns:
-        result[1:] |= column[1:] != column[:-1]
-    return result
+    differs = np.diff(np.stack(columns)).any(axis=0)
+    return np.append(True, differs)[: len(columns[0])]
 
 
-def median_edges(ends: Ends) -> list[tuple[int, int, float]]:
+def median_edges(ends: CommunicationEvents) -> list[tuple[int, int, float]]:
     """(a, b, how far b's clock is ahead of a's), by the median."""
-    return [
-        (int(ends.clock[lead[0]]), int(ends.clock[rows[0]]), float(np.median(ends.end[rows] - ends.end[lead])))
-        for lead, rows in ends.pairs()
-    ]
+    pairs = ends.pairs()
+    return [(low, high, float(np.median(ends.end[rows] - ends.end[lead]))) for low, high, lead, rows in pairs]
 
 
 def walk(count: int, edges: list[tuple[int, int, float]]) -> tuple[Floats, Ints]:
@@ -107,15 +121,14 @@ def walk(count: int, edges: list[tuple[int, int, float]]) -> tuple[Floats, Ints]
     return offset, component
 
 
-def compare_ends(ends: Ends, window: Window) -> tuple[list[Pair], NDArray[np.bool_]]:
+def compare_ends(ends: CommunicationEvents, window: Window) -> tuple[list[Pair], NDArray[np.bool_]]:
     """The pairs of clocks, and which ends are no outliers."""
     pairs, kept = [], np.ones(len(ends.end), bool)
-    for lead, rows in ends.pairs():
+    for low, high, lead, rows in ends.pairs():
         when, ahead = window.scaled(ends.end[lead]), ends.end[rows] - ends.end[lead]
         design = np.stack([np.ones(len(rows)), when], axis=1)
         line, scale = _robust_line(design, ahead)
         kept[rows] = np.abs(ahead - design @ line) < OUTLIER * scale
-        low, high = int(ends.clock[lead[0]]), int(ends.clock[rows[0]])
         pairs.append(Pair(low, high, line, design.T @ design / scale**2))
     return pairs, kept
 
@@ -123,7 +136,6 @@ def compare_ends(ends: Ends, window: Window) -> tuple[list[Pair], NDArray[np.boo
 def _robust_line(design: Floats, ahead: Floats) -> tuple[Floats, float]:
     """The line through `ahead` under Cauchy's loss, and the scale of the noise."""
     line: Floats = np.linalg.lstsq(design, ahead)[0].astype(np.float64)
-    scale = LEAST_SCALE
     for _ in range(3):
         scale = max(1.4826 * float(np.median(np.abs(ahead - design @ line))), LEAST_SCALE)
         line = least_squares(
@@ -155,10 +167,10 @@ def solve(pairs: list[Pair], count: int, free: Ints, window: Window) -> tuple[Fl
     return found[0], found[1], hessian[0, free][:, 0, free]
 
 
-def end_bounds(ends: Ends, drift: Floats, kept: NDArray[np.bool_], window: Window) -> Floats:
+def end_bounds(ends: CommunicationEvents, drift: Floats, kept: NDArray[np.bool_], window: Window) -> Floats:
     """[low, high]: how far a clock may be ahead of another so that no rank leaves a collective before another joins."""
-    moved = drift[ends.clock] * window.scaled(ends.end)
-    occurrence, clock = ends.occurrence[kept], ends.clock[kept]
+    moved = drift[ends.rank] * window.scaled(ends.end)
+    occurrence, clock = ends.occurrence[kept], ends.rank[kept]
     start, end = (ends.start - moved)[kept], (ends.end - moved)[kept]
     most = np.full((len(drift), len(drift)), np.inf)
     for low in range(len(drift)):

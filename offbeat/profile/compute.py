@@ -7,12 +7,11 @@ Communication slows computing down (`Costs.interference`): a span that takes `ba
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
-from typing import Any, TypeVar
+from statistics import median, mode
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ _UNKNOWN: dict[str, Any] = {"kind": "other", "target": "module", "inputs": (), "
 _UNKNOWN |= dict.fromkeys(("flops", "bytes_read", "bytes_written", "activation_bytes"), 0)
 """Fields of an operator that hooks do not tell."""
 Spans = Callable[[Pass], Iterator[tuple[int, float, float]]]
-T = TypeVar("T")
 
 
 def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: int = 1) -> tuple[ModelGraph, float]:
@@ -46,37 +44,26 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     seconds each takes while nothing is sent. `parts` is the number of micro-batches per batch of the training loop.
     """
     first = traces[0]
-    calls = usual([tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes])
-    grads = usual([tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes])
-    passes = usual([len(step.passes) for step in first.steps])
+    calls = mode(tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes)
+    grads = mode(tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes)
+    passes = mode(len(step.passes) for step in first.steps)
     # A pass that follows a synchronising one may have waited for it.
     counted = 1 if synchronisations > 1 else passes
     factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
     shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
-    first_call: dict[str, int] = {}
-    for position, module in enumerate(calls):
-        first_call.setdefault(first.modules[module], position)
     names = [first.gradients[parameter] for parameter in grads]
+    modules = [first.modules[module] for module in calls]
+    first_call = {module: position for position, module in reversed([*enumerate(modules)])}
     used_at = {name: _first_use(name, first_call) for name in names}
-    operators = [
-        _operator(f"forward.{i}", "forward", first.modules[m], forward[i] * parts, ()) for i, m in enumerate(calls)
-    ]
-    operators += [
-        _operator(f"backward.{i}", "backward", name.rpartition(".")[0], backward[i] * parts, (name,))
-        for i, name in enumerate(names)
-    ]
+    owners = [name.rpartition(".")[0] for name in names]
+    operators = [_operator("forward", i, module, forward[i] * parts) for i, module in enumerate(modules)]
+    operators += [_operator("backward", i, owners[i], backward[i] * parts, name) for i, name in enumerate(names)]
+    # Where two backward passes follow one forward, the later one completes the gradient.
+    completed = {name: f"backward.{position}" for position, name in enumerate(names)}
     variables = [
-        Variable(
-            name=name,
-            shape=shapes[name][0],
-            dtype=shapes[name][1],
-            first_use=f"forward.{used_at[name]}" if calls else None,
-            gradient_from=f"backward.{position}",
-        )
-        # Where two backward passes follow one forward, the later one completes the gradient.
-        for name, position in {name: position for position, name in enumerate(names)}.items()
+        Variable(name, *shapes[name], f"forward.{used_at[name]}" if calls else None, completed[name])
+        for name in sorted(completed, key=used_at.__getitem__)
     ]
-    variables.sort(key=lambda variable: used_at[variable.name])
     graph = ModelGraph(
         name=first.path.parent.name or "job",
         operators=(*operators, *update_operators(variables, "SGD", 1)),
@@ -109,10 +96,6 @@ def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
     )
 
 
-def usual(values: Sequence[T]) -> T:
-    return Counter(values).most_common(1)[0][0]
-
-
 def _alone(
     traces: list[RankTrace], calls: tuple[int, ...], grads: tuple[int, ...], passes: int, counted: int
 ) -> tuple[float, tuple[list[float], list[float]]]:
@@ -131,12 +114,12 @@ def _alone(
         ranks = [(np.median(s, axis=0) / (1 + factor * share.mean(axis=0))).mean(axis=0) for s, share in phase]
         if not ranks:
             raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
-        seconds.append(list(np.median(np.array(ranks), axis=0)))
+        seconds.append(np.median(np.array(ranks), axis=0).tolist())
     return factor, (seconds[0], seconds[1])
 
 
 def _shares(
-    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int = 1
+    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds, and share of communication, of each span: arrays (steps that made the wanted calls, passes, spans)."""
     seconds, share = [], []
@@ -184,8 +167,8 @@ def _first_use(variable: str, first_call: dict[str, int]) -> int:
     return first_call.get(owner, 0)
 
 
-def _operator(name: str, phase: Phase, module: str, seconds: float, variables: tuple[str, ...]) -> Operator:
-    seconds = float(seconds)
+def _operator(phase: Phase, number: int, module: str, seconds: float, *variables: str) -> Operator:
+    name = f"{phase}.{number}"
     return Operator(name=name, phase=phase, module=module, variables=variables, seconds=seconds, **_UNKNOWN)
 
 
@@ -209,7 +192,7 @@ def gap_seconds(traces: list[RankTrace]) -> float:
     for trace in traces:
         for step in trace.steps:
             busy = [*_compute_spans(step), *((start, end) for _, _, start, end in step.local)]
-            left.append(step.seconds - covered([*busy, *_waits_behind_backward(trace, step)]))
+            left.append(step.end - step.begin - covered([*busy, *_waits_behind_backward(trace, step)]))
     return max(0.0, median(left))
 
 
@@ -231,16 +214,12 @@ def _waits_behind_backward(trace: RankTrace, step: Step) -> list[tuple[float, fl
 def update_costs(traces: list[RankTrace], graph: ModelGraph) -> tuple[float, float]:
     """Seconds per optimizer call and per byte updated."""
     total = sum(variable.bytes for variable in graph.variables)
-    calls, seconds, shortest = [], [], []
-    for trace in traces:
-        for step in trace.steps:
-            spans = [end - start for kind, _, start, end in step.local if kind in ("optimizer", "update")]
-            calls.append(len(spans))
-            seconds.append(sum(spans))
-            # The shortest calls show what a call costs whatever it updates.
-            shortest.append(min((end - start for kind, _, start, end in step.local if kind == "update"), default=0.0))
-    count, spent = median(calls), median(seconds)
+    steps = [[(kind, end - start) for kind, _, start, end in step.local] for trace in traces for step in trace.steps]
+    calls = [[seconds for kind, seconds in step if kind in ("optimizer", "update")] for step in steps]
+    count, spent = median(map(len, calls)), median(map(sum, calls))
     if not count or not total:
         return 0.0, 0.0
+    # The shortest calls show what a call costs whatever it updates.
+    shortest = [min((seconds for kind, seconds in step if kind == "update"), default=0.0) for step in steps]
     per_call = median(shortest) if count > 1 else 0.0
     return per_call, max(0.0, spent - per_call * count) / total

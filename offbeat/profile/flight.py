@@ -23,7 +23,6 @@ from offbeat.timeline.model import collective_kind
 _WHAT = "Flight Recorder dump"
 _HOW = "torch._C._distributed_c10d._dump_fr_trace_json()"
 _PICKLE = re.compile(rb"\x80[\x01-\x08]|\(dp|\(lp|\}q|\]q")
-_PEEK_BYTES = 4096
 _NEAR_SECONDS = 0.05
 """Kineto's clock and the Flight Recorder's differ by less, as both follow the system's clock."""
 
@@ -65,7 +64,7 @@ def is_dump(path: Path) -> bool:
     """Flight Recorder dumps begin with their groups and have no events."""
     try:
         with path.open("rb") as stream:
-            head = stream.read(_PEEK_BYTES)
+            head = stream.read(4096)
     except OSError:
         return False
     return b'"pg_config"' in head and b'"traceEvents"' not in head
@@ -91,12 +90,12 @@ def join(trace: Trace, dump: list[Entry]) -> Trace:
     entries, events = defaultdict(list), defaultdict(list)
     for entry in dump:
         entries[entry.key].append(entry)
-    for place, event in sorted(enumerate(trace.collectives), key=lambda item: item[1].moment):
+    for place, event in enumerate(trace.collectives):
         if not np.isnan(event.queued):
             events[event.kind, event.elements].append(place)
     joined = list(trace.collectives)
-    for key, places in events.items():
-        known = entries[key]
+    for key in events.keys() & entries.keys():
+        places, known = events[key], entries[key]
         issued = np.array([trace.origin_ns * 1e-9 + joined[place].queued for place in places])
         created = np.array([entry.time_created_ns * 1e-9 for entry in known])
         for place, number in zip(places, _matches(issued, created), strict=True):
@@ -115,8 +114,6 @@ def _matches(issued: np.ndarray, created: np.ndarray) -> list[int]:
     Both lists hold the same collectives in the same order but begin at different ones: the shift between them is the
     one with the least median distance.
     """
-    if not len(created):
-        return [-1] * len(issued)
     middle = len(issued) // 2
     guess = int(np.searchsorted(created, issued[middle])) - middle
     best, shift = np.inf, guess

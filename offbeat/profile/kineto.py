@@ -5,7 +5,7 @@ is counted in the order of issue, which all ranks share, or by the sequence numb
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,11 @@ def load_folder(folder: Path) -> tuple[list[Trace], list[str]]:
                 dumps[rank_in_name(path.name)] = read_dump(path)
                 continue
             trace = load(path, 0 if len(paths) == 1 else None)
+            first = traces.setdefault(trace.rank, trace)
+            if first is not trace:
+                notes.append(f"{path}: left out, because {first.path.name} is a trace of rank {trace.rank} too")
         except OffbeatError as error:
             notes.append(str(error))
-            continue
-        if trace.rank in traces:
-            other = traces[trace.rank].path.name
-            notes.append(f"{path}: left out, because {other} is a trace of rank {trace.rank} too")
-        else:
-            traces[trace.rank] = trace
     if not traces:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         raise OffbeatError(f"{folder}: none of its traces can be used: {notes[0] if notes else 'there are none'}{more}")
@@ -81,17 +78,17 @@ def combine(traces: Iterable[Trace]) -> Timeline:
     collectives: list[tuple[int, Collective, int]] = []
     parts = []
     for place, trace in enumerate(traces):
-        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else None
+        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else np.empty(0)
         builder = Builder()
-        events = sorted(trace.collectives, key=lambda event: event.moment)
-        for event in events:
-            lane, times = str(event.lane), (event.start, event.end)
-            queued, size = event.queued, event.bytes
-            builder.add(trace.rank, lane, "communication", event.kind, *times, queued=queued, bytes=size)
+        for event in trace.collectives:
+            lane, queued, size = str(event.lane), event.queued, event.bytes
+            builder.add(
+                trace.rank, lane, "communication", event.kind, event.start, event.end, queued=queued, bytes=size
+            )
         for label, spans in ((COMPUTE, trace.work), (NETWORK, builder.build())):
             parts.append(_columns(label, spans, shift, row, names, tracks))
         step = parts[-1]["step"].tolist()
-        collectives += [(trace.rank, event, number) for event, number in zip(events, step, strict=True)]
+        collectives += [(trace.rank, event, number) for event, number in zip(trace.collectives, step, strict=True)]
     columns = {name: np.concatenate([part[name] for part in parts]).astype(dtype) for name, dtype in COLUMNS.items()}
     columns["task"][columns["kind"] == KINDS.index("communication")] = _tasks(collectives, bool(steps))
     return Timeline(names=tuple(names), tracks=tuple(tracks), marks=marks, notes=tuple(notes), **columns)  # type: ignore[arg-type]
@@ -115,12 +112,7 @@ def _common_steps(traces: list[Trace], notes: list[str]) -> list[int]:
 
 
 def _columns(
-    label: str,
-    spans: Timeline,
-    shift: float,
-    marks: NDArray[np.float64] | None,
-    names: dict[str, int],
-    tracks: dict[str, int],
+    label: str, spans: Timeline, shift: float, marks: NDArray[np.float64], names: dict[str, int], tracks: dict[str, int]
 ) -> dict[str, NDArray[Any]]:
     """The columns of a rank's computation or communication, whose busiest stream or thread is the track `label`."""
     present, lane = np.unique(spans.track, return_inverse=True)
@@ -131,7 +123,7 @@ def _columns(
     columns = {column: getattr(spans, column) for column in COLUMNS}
     columns |= {column: columns[column] + shift for column in ("start", "end", "queued")}
     columns |= {"track": np.array(track, np.int64)[place[lane]], "name": np.array(known, np.int64)[name]}
-    if marks is not None:
+    if len(marks):
         moment = np.where(np.isnan(columns["queued"]), columns["start"], columns["queued"])
         step = np.searchsorted(marks, moment, side="right") - 1
         columns["step"] = np.where(step < len(marks) - 1, step, -1)
@@ -142,7 +134,7 @@ def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDA
     """Task numbers of (rank, collective, step), equal on all participants; -1 for what cannot be matched."""
     keys: list[tuple[tuple[object, ...], int] | None] = []
     """Of each collective, what it is in which step, and its place or sequence number among those."""
-    sequences: dict[tuple[object, ...], set[int]] = {}
+    numbers: defaultdict[tuple[object, ...], set[int]] = defaultdict(set)
     seen: Counter[tuple[object, ...]] = Counter()
     for rank, event, step in collectives:
         transfer = event.kind in ("send", "recv")
@@ -153,18 +145,15 @@ def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDA
         size = event.elements if event.kind in _SIZED else -1
         kind = "transfer" if transfer else event.kind
         what = (step, event.sequence >= 0, event.group, kind, ends, size)
-        if event.sequence >= 0:
-            sequences.setdefault(what, set()).add(event.sequence)
-            keys.append((what, event.sequence))
-        else:
-            keys.append((what, seen[rank, what]))
-            seen[rank, what] += 1
-    places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in sequences.items()}
+        number = event.sequence if event.sequence >= 0 else seen[rank, what]
+        seen[rank, what] += 1
+        numbers[what].add(number)
+        keys.append((what, number))
+    places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in numbers.items()}
     known: dict[tuple[object, ...], int] = {}
     result = np.full(len(keys), -1, np.int64)
     for position, key in enumerate(keys):
         if key is not None:
-            same, place = key
-            place = places[same][place] if same in places else place
-            result[position] = known.setdefault((*same[1:], place), len(known))
+            same, number = key
+            result[position] = known.setdefault((*same[1:], places[same][number]), len(known))
     return result

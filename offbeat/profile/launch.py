@@ -1,4 +1,4 @@
-"""A script and a number of ranks → as many processes on this machine that run it, recorded or not, and an exit code."""
+"""A script and a number of ranks → as many processes on this machine that run it, and an exit code."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,34 +9,6 @@ from offbeat.launch import LOOPBACK, TIMED_OUT, LocalJob, exit_code, free_port
 
 RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
 """The files of a recording, which a new one replaces."""
-
-
-def profile_script(
-    script: Sequence[str],
-    folder: str | os.PathLike[str],
-    ranks: int,
-    *,
-    steps: int,
-    plain_steps: int,
-    run_on: bool,
-    timeout: float | None,
-) -> int:
-    """Runs a training script on `ranks` processes with a recorder attached; the exit code as `run_script` gives it."""
-    clear_folder(Path(folder))
-    options = [os.fspath(folder), str(steps), str(plain_steps), str(int(run_on))]
-    return run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
-
-
-def profile_here(
-    script: Sequence[str], folder: str | os.PathLike[str], *, steps: int, plain_steps: int, run_on: bool
-) -> None:
-    """Runs the script in this process, a rank that torchrun or another launcher has started, and records it."""
-    from offbeat.profile.attach import record_script
-
-    if os.environ["RANK"] == "0":
-        # The others begin to record only after they have met this rank.
-        clear_folder(Path(folder))
-    record_script(script, folder, steps=steps, plain_steps=plain_steps, run_on=run_on)
 
 
 def require_script(script: str) -> None:

@@ -1,11 +1,11 @@
 """Lines of JSON that a rank's recorder wrote → RankTrace: its steps, and in each the passes, waits and collectives."""
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -85,10 +85,6 @@ class Step:
     plan: RecordedPlan | None = None
     """The plan in force, in an Offbeat job."""
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
 
 @checked_dataclass(frozen=True, kw_only=True)
 class Header:
@@ -158,19 +154,18 @@ _CLOCK = TypeAdapter(tuple[Tick, ...])
 _COLLECTIVES = TypeAdapter(list[Collective])
 
 
-def read_rank(path: Path) -> RankTrace:
-    """One rank's trace. A last line that was cut off by a crash is left out."""
-    return parse_rank(_lines(path), path)
+def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> RankTrace:
+    """One rank's trace, from its file or from the lines `noted` in memory; errors name `path`.
 
-
-def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
-    """The lines of one rank's trace; `path` is what errors name."""
+    A last line that was cut off by a crash is left out.
+    """
+    lines = _lines(path) if noted is None else iter(noted)
     first = next(lines, None)
     if not isinstance(first, dict) or first.get("offbeat_trace") != FORMAT:
         raise OffbeatError(
             f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': {FORMAT}"
         )
-    notes: list[str] = []
+    notes: tuple[str, ...] = ()
     try:
         header = _HEADER.validate_python(first)
         steps: list[tuple[_StepLine, RecordedPlan | None]] = []
@@ -181,7 +176,7 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
         for line in lines:
             match line:
                 case None:
-                    notes.append(f"{path}: the last line is cut off; its step is left out")
+                    notes = (f"{path}: the last line is cut off; its step is left out",)
                     break
                 case {"clock": clock}:
                     ticks.append(_CLOCK.validate_python(clock))
@@ -198,10 +193,10 @@ def parse_rank(lines: Iterator[Any], path: Path) -> RankTrace:
             path=path,
             **vars(header),
             # A collective of one rank sends nothing.
-            steps=_steps(_joined(steps), [row for row in rows if row.ranks > 1], header),
+            steps=_steps(steps, [row for row in rows if row.ranks > 1], header),
             # Drift shows only between the two ends of a recording.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
-            notes=tuple(notes),
+            notes=notes,
         )
     except OffbeatError:
         raise
@@ -234,32 +229,28 @@ def _lines(path: Path) -> Iterator[Any]:
         raise OffbeatError(f"{path}: cannot read the trace: {error.strerror}") from None
 
 
-def _joined(lines: list[tuple[_StepLine, RecordedPlan | None]]) -> Iterator[tuple[_StepLine, RecordedPlan | None]]:
+def _steps(
+    lines: list[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
+) -> tuple[Step, ...]:
     """The complete optimizer steps: lines without one belong to the next step.
 
     In a job without a torch optimizer, each line is a step.
     """
-    optimized = any(line.updated for line, _ in lines)
-    waiting: list[_StepLine] = []
-    for line, plan in lines:
-        waiting.append(line)
-        if line.updated or not optimized:
-            if all(each.complete for each in waiting):
-                parts = {
-                    name: [row for each in waiting for row in getattr(each, name)]
-                    for name in ("calls", "forward", "backward", "local")
-                }
-                yield line.model_copy(update={**parts, "begin": waiting[0].begin}), plan
-            waiting = []
-
-
-def _steps(
-    lines: Iterator[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
-) -> tuple[Step, ...]:
     collectives.sort(key=lambda collective: collective.queued)
     queued = np.array([collective.queued for collective in collectives])
+    optimized = any(line.updated for line, _ in lines)
     steps: list[Step] = []
-    for line, plan in lines:
+    waiting: list[_StepLine] = []
+    for last, plan in lines:
+        waiting.append(last)
+        if optimized and not last.updated:
+            continue
+        joined, waiting = waiting, []
+        if not all(each.complete for each in joined):
+            continue
+        parts = ("calls", "forward", "backward", "local")
+        noted = {name: [row for each in joined for row in getattr(each, name)] for name in parts}
+        line = last.model_copy(update={**noted, "begin": joined[0].begin})
         if line.end < line.begin:
             raise ValueError(f"step {line.step} ends at {line.end} before it begins at {line.begin}")
         if steps and line.step <= steps[-1].number:
@@ -267,8 +258,13 @@ def _steps(
         for rows, names in ((line.forward, header.modules), (line.backward, header.gradients)):
             if any(row[0] >= len(names) for row in rows):
                 raise ValueError(f"step {line.step} names a module or a gradient that the job does not have")
+        turns: defaultdict[int, count[int]] = defaultdict(count)
         own = collectives[slice(*np.searchsorted(queued, (line.begin, line.end)))]
-        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), _numbered(own), plan))
+        numbered = tuple(row._replace(turn=next(turns[row.task])) for row in own)
+        for row in numbered:
+            if row.turn >= MOST_TURNS:
+                raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
+        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan))
     return tuple(steps)
 
 
@@ -280,29 +276,13 @@ def _passes(line: _StepLine) -> tuple[Pass, ...]:
     for start, _ in calls[1:]:
         if bisect_right(complete, starts[-1]) < bisect_right(complete, start):
             starts.append(start)
-
-    def begun(at: float) -> int:
-        return max(0, bisect_right(starts, at) - 1)
-
-    def ended(at: float) -> int:
-        return max(0, bisect_left(starts, at) - 1)
-
+    edges = [-math.inf, *starts[1:], math.inf]
     return tuple(
         Pass(
             begin=start,
-            forward=tuple(row for row in line.forward if begun(row[1]) == number),
-            forward_end=max((end for at, end in calls if begun(at) == number), default=start),
-            backward=tuple(row for row in line.backward if ended(row[1]) == number),
+            forward=tuple(row for row in line.forward if since <= row[1] < until),
+            forward_end=max((end for at, end in calls if since <= at < until), default=start),
+            backward=tuple(row for row in line.backward if since < row[1] <= until),
         )
-        for number, start in enumerate(starts)
+        for start, (since, until) in zip(starts, pairwise(edges), strict=True)
     )
-
-
-def _numbered(collectives: list[Collective]) -> tuple[Collective, ...]:
-    """The collectives of a step, each with how often it was issued before."""
-    turns: defaultdict[int, count[int]] = defaultdict(count)
-    numbered = tuple(row._replace(turn=next(turns[row.task])) for row in collectives)
-    for row in numbered:
-        if row.turn >= MOST_TURNS:
-            raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
-    return numbered

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,6 @@ _CALLS = {
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
 """FSDP2 calls the `_single` ones, which older releases of torch do not have."""
-
-
 LEAST_WAIT_SECONDS = 2e-5
 """Shorter waits are not noted."""
 _LISTENER = "_offbeat_listener"
@@ -75,28 +74,20 @@ class BucketListener:
         self.world = dist.get_world_size(self.group)
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.known: dict[int, str] = {}
+        """By the place of a bucket's tensor, the names of its variables."""
         model.register_comm_hook(self, _exchange)
 
-    def remove(self) -> None:
-        self.recorder = None
 
-    def named(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> str:
-        """The bucket's variables."""
-        place = tensor.data_ptr()
-        if place not in self.known:
-            self.known[place] = ",".join(self.names[id(parameter)] for parameter in bucket.parameters())
-        return self.known[place]
-
-
-def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> BucketListener | None:
-    """Starts to time each bucket's all-reduce; None if the job has a communication hook of its own, which must stay."""
+def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> bool:
+    """Starts to time each bucket's all-reduce; False if the job has a communication hook, which must stay."""
     listener = vars(model).get(_LISTENER)
     if listener is None:
         if has_communication_hook(model):
-            return None
+            return False
         listener = vars(model)[_LISTENER] = BucketListener(model)
     listener.recorder = recorder
-    return listener
+    recorder.undo.callback(setattr, listener, "recorder", None)
+    return True
 
 
 def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -108,37 +99,34 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
     recorder = listener.recorder
     if recorder is not None:
         _reports.add(work)
-        what = (bucket.index(), "all_reduce", listener.named(bucket, tensor), tensor.nbytes, listener.world)
+        place = tensor.data_ptr()
+        if place not in listener.known:
+            listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
+        what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world)
         future.add_done_callback(lambda _: recorder.collective(*what, queued, issued, time.perf_counter()))
     return future.then(lambda done: done.value()[0])
 
 
-class Patch:
-    """Replaces an attribute until `remove` is called."""
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self.owner, self.name, self.original = owner, name, getattr(owner, name)
-        setattr(owner, name, value)
-
-    def remove(self) -> None:
-        setattr(self.owner, self.name, self.original)
+def patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replaces an attribute until `undo` is closed."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 class CollectiveListener:
-    """Wraps torch.distributed's functions until it is removed, and notes collectives and waits for them."""
+    """Wraps torch.distributed's functions while there is a recorder, for which it notes collectives and waits."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self.recorder = recorder
-        self.count = 0
-        """Number of collectives since the step began."""
         self.inside = False
         """Inside one of the functions, which may call another."""
-        known = [name for name in _CALLS if hasattr(dist, name)]
-        self.patches = [Patch(dist, name, self._listening(name, getattr(dist, name))) for name in known]
-        self.patches.append(Patch(dist.Work, "wait", self._waiting(dist.Work.wait)))
+        for name, what in _CALLS.items():
+            if hasattr(dist, name):
+                patch(recorder.undo, dist, name, self._listening(name, *what))
+        patch(recorder.undo, dist.Work, "wait", self._waiting(dist.Work.wait))
 
-    def _listening(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        kind, place, keyword = _CALLS[name]
+    def _listening(self, name: str, kind: str, place: int, keyword: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,8 +140,9 @@ class CollectiveListener:
                 self.inside = False
             tensor = args[place] if len(args) > place else kwargs.get(keyword)
             size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-            what = (self.count, kind, f"{name}.{self.count}", size, dist.get_world_size(kwargs.get("group")))
-            self.count += 1
+            number = self.recorder.issued
+            self.recorder.issued += 1
+            what = (number, kind, f"{name}.{number}", size, dist.get_world_size(kwargs.get("group")))
 
             def ended(*_: Any) -> None:
                 self.recorder.collective(*what, queued, queued, time.perf_counter())
@@ -180,7 +169,3 @@ class CollectiveListener:
                     self.recorder.local("wait", (), begin, end)
 
         return wait
-
-    def remove(self) -> None:
-        for patch in self.patches:
-            patch.remove()

@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, usual, with_variables_of
-from offbeat.profile.lines import RankTrace, Step, parse_rank
+from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, with_variables_of
+from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
 from offbeat.runtime.comm import known_costs
@@ -54,7 +54,6 @@ class Profile:
     strategy: Strategy
     costs: Costs
     job: str
-    notes: tuple[str, ...]
     synchronisations: int = 1
     """Times that a step synchronises its gradients; plans do so once."""
     recorded: RecordedPlan | None = None
@@ -86,7 +85,7 @@ def profile_in_place(
 
     `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
     """
-    traces = [parse_rank(iter(lines), Path(f"rank{rank}")) for rank, lines in enumerate(recorded)]
+    traces = [read_rank(Path(f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
     costs = replace(known_costs(traces[0].backend, world), collectives=fits)
     profile = make_profile(traces, costs)
@@ -96,14 +95,12 @@ def profile_in_place(
 def load_profile(folder: str | PathLike[str]) -> Profile:
     """Reads a folder that the recorder wrote."""
     traces, notes = read_traces(folder)
-    costs, cluster = Costs(), None
+    costs = Costs()
     calibration, described = (Path(folder) / name for name in ("calibration.json", "cluster.yaml"))
     if calibration.exists():
         raw = files.read_json(calibration, "calibration")
         costs = Costs.from_dict(raw.get("costs") if isinstance(raw, dict) else None, str(calibration))
-    if described.exists():
-        cluster = ClusterSpec.load(described)
-    return make_profile(traces, costs, cluster, notes)
+    return make_profile(traces, costs, ClusterSpec.load(described) if described.exists() else None, notes)
 
 
 def make_profile(
@@ -116,8 +113,7 @@ def make_profile(
     steady, alignment = align(steady)
     said += alignment.notes if alignment else ()
     # How often most steps issue each collective.
-    turns = [max((row.turn for row in step.communication), default=0) for step in steady[0].steps]
-    synchronisations = usual(turns) + 1
+    synchronisations = 1 + mode(max((row.turn for row in step.communication), default=0) for step in steady[0].steps)
     graph, interference = measured_graph(steady, 1 if strategy is None else strategy.accumulation, synchronisations)
     if synchronisations > 1:
         said.append(
@@ -144,7 +140,6 @@ def make_profile(
         strategy=strategy or _bucket_strategy(steady, graph),
         costs=costs,
         job=traces[0].job,
-        notes=tuple(said),
         synchronisations=synchronisations,
         recorded=recorded,
     )
@@ -222,8 +217,7 @@ def _with_own_servers(profile: Profile) -> Profile:
 
 
 def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
-    """Seconds of a step in which collectives were under way, until the last rank was done; `begins` is min or max over
-    the starts of the ranks."""
+    """Seconds of a step in which collectives were under way, each from the min or max (`begins`) of its starts on."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for number in np.flatnonzero(timeline.kind == KINDS.index("communication")):
         key = int(timeline.step[number]), int(timeline.task[number])
@@ -259,10 +253,7 @@ def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tu
 
 def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
     """The recorded DDP buckets as a strategy."""
-    groups: dict[str, int] = {}
-    for row in traces[0].steps[-1].communication:
-        for name in row.name.split(","):
-            groups[name] = row.task
+    groups = {name: row.task for row in traces[0].steps[-1].communication for name in row.name.split(",")}
     configs = {
         variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
         for variable in graph.variables

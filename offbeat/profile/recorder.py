@@ -33,7 +33,7 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
 from offbeat.profile.lines import FORMAT
-from offbeat.profile.listen import CollectiveListener, Patch, listen_to_buckets
+from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.distribute import Runtime
@@ -58,15 +58,15 @@ class Recorder:
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
-        self.handles: list[Any] = []
+        self.undo = contextlib.ExitStack()
+        """Removes what was hooked into torch, the model and the runtime."""
         self.steps = 0
         self.kind = ""
-        self.listener: CollectiveListener | None = None
         self.runtime: Runtime | None = None
         """None unless this is an Offbeat job."""
         self.plans = PlanWriter()
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
-        self.communications: list[tuple[Any, ...]] = []
+        self.collectives: list[tuple[Any, ...]] = []
         self.optimizer_began = 0.0
         self.optimizer_stepped: Callable[[torch.optim.Optimizer], None] | None = None
         """Called after each step of a torch optimizer."""
@@ -75,8 +75,9 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         self._open()
         self.recording = True
-        self.handles.append(register_module_forward_pre_hook(self._first_forward))
-        self.switch = sys.getswitchinterval()
+        self.finder = register_module_forward_pre_hook(self._first_forward)
+        self.undo.callback(self.finder.remove)
+        self.undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_SECONDS)
         return self
 
@@ -89,33 +90,18 @@ class Recorder:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
             self._write({"plan": changed})
-        line = {
-            "step": self.steps,
-            "begin": self.begin,
-            "end": now,
-            "calls": self.calls,
-            "forward": self.forward,
-            "backward": self.backward,
-            "local": self.local_spans,
-            # Collectives that end during a later step are written with it; each says which step it belongs to.
-            "communication": self._take_communication(),
-            "complete": self.complete,
-            "updated": self.updated,
-        }
-        self._write(line)
+        ended, self.collectives = self.collectives, []
+        # Collectives that end during a later step are written with it; each says which step it belongs to.
+        self._write(self.line | {"end": now, "communication": ended})
         self.steps += 1
         self._begin_step()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        sys.setswitchinterval(self.switch)
-        for handle in self.handles:
-            handle.remove()
-        if self.runtime is not None and self.kind:
-            self.runtime.engine.reports.observer = None
-            self.runtime.step_hooks.remove(self._engine_stepped)
+        self.undo.close()
         try:
             if self.kind and self.recording:
-                self._write({"late": self._take_communication()})
+                ended, self.collectives = self.collectives, []
+                self._write({"late": ended})
                 if error is None:
                     self._write({"clock": self._tick()})
         except OffbeatError:
@@ -134,8 +120,7 @@ class Recorder:
     def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
         if not is_trained(module):
             return
-        self.handles.pop().remove()
-        self.root = module
+        self.finder.remove()
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []
@@ -158,14 +143,13 @@ class Recorder:
         self._write(self._header(inner))
         self._write({"clock": ticks})
         # The present step began before the recorder was attached.
-        self.complete = self.updated = False
-        self.begin = time.perf_counter()
+        self.line |= {"complete": False, "updated": False, "begin": time.perf_counter()}
 
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
         if not isinstance(split, MicroBatches):
-            self.handles.append(module.register_forward_pre_hook(self._forward_begins, prepend=True))
-            self.handles.append(module.register_forward_hook(self._forward_ends, always_call=True))
+            self.undo.callback(module.register_forward_pre_hook(self._forward_begins, prepend=True).remove)
+            self.undo.callback(module.register_forward_hook(self._forward_ends, always_call=True).remove)
             return
         forward = split.forward
 
@@ -177,7 +161,7 @@ class Recorder:
             finally:
                 self._forward_ends()
 
-        self.handles.append(Patch(split, "forward", noted))
+        patch(self.undo, split, "forward", noted)
 
     def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
@@ -185,7 +169,7 @@ class Recorder:
         unknown = sharded
 
         def reached(*_: Any) -> None:
-            self.forward.append([number, time.perf_counter(), 0.0])
+            self.line["forward"].append([number, time.perf_counter(), 0.0])
 
         def begins(*_: Any) -> None:
             nonlocal unknown
@@ -196,38 +180,39 @@ class Recorder:
                     full = f"{name}.{part}" if name else part
                     if full in self.numbers and parameter.is_leaf:
                         self._listen_to_gradient(full, parameter)
-            self.forward[-1][2] = time.perf_counter()
+            self.line["forward"][-1][2] = time.perf_counter()
 
         # Offbeat's runtime waits for a module's variables between the two.
-        self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
-        self.handles.append(module.register_forward_pre_hook(begins))
+        self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
+        self.undo.callback(module.register_forward_pre_hook(begins).remove)
 
     def _listen_to_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
-            self.backward.append((number, time.perf_counter()))
+            self.line["backward"].append((number, time.perf_counter()))
 
-        self.handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        self.undo.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
 
     def _listen_to_communication(self, module: torch.nn.Module) -> None:
         if self.runtime is not None:
             self.kind = "offbeat"
-            self.runtime.engine.reports.observer = self
+            runtime = self.runtime
+            runtime.engine.reports.observer = self
+            # By then the runtime may have switched to another engine, which takes over the observer.
+            self.undo.callback(lambda: setattr(runtime.engine.reports, "observer", None))
             # Before any hook that may end the recorder's step.
-            self.runtime.step_hooks.insert(0, self._engine_stepped)
+            runtime.step_hooks.insert(0, self._engine_stepped)
+            self.undo.callback(runtime.step_hooks.remove, self._engine_stepped)
             return
-        self.handles.append(register_optimizer_step_pre_hook(self._optimizer_begins))
-        self.handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        self.undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+        self.undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
         self.kind = "fsdp2" if isinstance(module, FSDPModule) else "other"
         if isinstance(module, DistributedDataParallel):
             self.kind = "ddp"
-            buckets = listen_to_buckets(module, self)
-            if buckets is not None:
-                self.handles.append(buckets)
+            if listen_to_buckets(module, self):
                 return
-        self.listener = CollectiveListener(self)
-        self.handles.append(self.listener)
+        CollectiveListener(self)
 
     def _header(self, model: torch.nn.Module) -> dict[str, Any]:
         return {
@@ -278,29 +263,19 @@ class Recorder:
         return times
 
     def _begin_step(self) -> None:
-        self.complete = True
-        self.updated = False
-        """The optimizer has made a step."""
-        self.calls: list[list[float]] = []
-        """When each forward of the whole model began and ended."""
-        self.forward: list[list[float]] = []
-        self.backward: list[tuple[int, float]] = []
-        self.local_spans: list[tuple[str, list[int], float, float]] = []
-        if self.listener is not None:
-            self.listener.count = 0
-        self.begin = time.perf_counter()
-
-    def _take_communication(self) -> list[tuple[Any, ...]]:
-        taken, self.communications = self.communications, []
-        return taken
+        self.issued = 0
+        """Number of torch.distributed's collectives in this step."""
+        noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
+        self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": time.perf_counter()}
+        """What the present step's line will say; see `offbeat.profile.lines`."""
 
     def _forward_begins(self, *_: Any) -> None:
-        self.calls.append([time.perf_counter(), 0.0])
+        self.line["calls"].append([time.perf_counter(), 0.0])
 
     def _forward_ends(self, *_: Any) -> None:
         # The forward in which the recorder found the model has no beginning.
-        if self.calls:
-            self.calls[-1][1] = time.perf_counter()
+        if self.line["calls"]:
+            self.line["calls"][-1][1] = time.perf_counter()
         if self.runtime is not None:
             # Not when the step ends: by then the engine may follow another plan.
             self.followed = self.runtime.plan, self.runtime.engine.mode
@@ -309,27 +284,27 @@ class Recorder:
         self.optimizer_began = time.perf_counter()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.updated = True
-        self.local_spans.append(("optimizer", [], self.optimizer_began, time.perf_counter()))
+        self.line["updated"] = True
+        self.local("optimizer", (), self.optimizer_began, time.perf_counter())
         if self.optimizer_stepped is not None:
             self.optimizer_stepped(optimizer)
 
     def _engine_stepped(self) -> None:
-        self.updated = True
+        self.line["updated"] = True
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
         self.collective(task.index, task.kind, task.name, task.wire_bytes, len(task.ranks), queued, issued, finished)
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
-        """A wait or an update of Offbeat's runtime."""
-        self.local_spans.append((kind, list(messages), start, end))
+        """A wait or an update of the job."""
+        self.line["local"].append((kind, messages, start, end))
 
     def collective(
         self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
     ) -> None:
         """Any collective of the job."""
-        self.communications.append((task, kind, name, size, ranks, queued, issued, finished))
+        self.collectives.append((task, kind, name, size, ranks, queued, issued, finished))
 
     def _open(self) -> None:
         try:
@@ -377,8 +352,7 @@ class MemoryRecorder(Recorder):
 
 def machine_name() -> str:
     """Names the machine whose clock this process reads."""
-    try:
+    boot = ""
+    with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
     return f"{socket.gethostname()} {boot}".strip()

@@ -6,23 +6,11 @@ alone, so each pair of machines is searched by itself (`_least_variance`). It is
 convex solver is used; and the fastest 80% of each family count, because a late transfer says nothing about the clocks.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, Floats, Ints, Pair, Window, changes
+from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, CommunicationEvents, Floats, Ints, Pair, Window, changes
 
 _FASTEST_SHARE = 0.8
-
-
-@dataclass(frozen=True)
-class Transfers:
-    sender: Ints
-    receiver: Ints
-    send_start: Floats
-    start: Floats
-    end: Floats
-    family: Ints
 
 
 def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference: Floats) -> Floats:
@@ -42,30 +30,30 @@ def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference:
     kept = np.maximum(np.ceil(_FASTEST_SHARE * sizes), 1)
     inside = (np.arange(spans.shape[1]) < kept[:, None])[:, :, None]
     mean = np.where(inside, spans, 0).sum(axis=1) / kept[:, None]
-    return np.where(inside, spans - mean[:, None], 0).__pow__(2).sum(axis=(0, 1))
+    return (np.where(inside, spans - mean[:, None], 0) ** 2).sum(axis=(0, 1))
 
 
-def compare_transfers(transfers: Transfers, window: Window) -> list[Pair]:
-    low = np.minimum(transfers.sender, transfers.receiver)
-    high = np.maximum(transfers.sender, transfers.receiver)
+def compare_transfers(events: CommunicationEvents, sends: Ints, receives: Ints, window: Window) -> list[Pair]:
+    """Compares each two clocks between which there are transfers; `sends` and `receives` are the rows of each one."""
+    low = np.minimum(events.rank[sends], events.rank[receives])
+    high = np.maximum(events.rank[sends], events.rank[receives])
     order = np.lexsort((high, low))
     begins = np.flatnonzero(changes(low[order], high[order]))
     result = []
     for rows in np.split(order, begins[1:]) if len(order) else []:
         rows = rows[:: max(1, len(rows) // 2000)]  # noqa: PLW2901 - enough for one pair, and keeps 64 x 64 pairs quick
-        result.append(_fit_pair(transfers, rows, int(low[rows[0]]), int(high[rows[0]]), window))
+        result.append(_fit_pair(events, sends[rows], receives[rows], int(low[rows[0]]), int(high[rows[0]]), window))
     return result
 
 
-def _fit_pair(transfers: Transfers, rows: Ints, low: int, high: int, window: Window) -> Pair:
+def _fit_pair(events: CommunicationEvents, sends: Ints, receives: Ints, low: int, high: int, window: Window) -> Pair:
     """The offset at which the families vary least, then the drift from the transfers that waited for their SEND."""
-    sign = np.where(transfers.sender[rows] == low, 1.0, -1.0)
-    span = transfers.end[rows] - transfers.start[rows]
-    since = transfers.end[rows] - transfers.send_start[rows]
-    when = window.scaled(transfers.send_start[rows])
-    family = np.unique(transfers.family[rows], return_inverse=True)[1].reshape(-1)
+    sign = np.where(events.rank[sends] == low, 1.0, -1.0)
+    span = events.end[receives] - events.start[receives]
+    since = events.end[receives] - events.start[sends]
+    when = window.scaled(events.start[sends])
+    family = np.unique(events.family[receives], return_inverse=True)[1].reshape(-1)
     drift, drift_deviation = 0.0, np.inf
-    offset, doubt = 0.0, np.inf
     for _ in range(4):
         level = since - sign * drift * when
         offset, doubt = _least_variance(sign, span, level, family)

@@ -42,8 +42,8 @@ class _Chain(NamedTuple):
     cuts: Floats
     seconds: Floats
     """Of each piece, beside waiting."""
-    waits: list[tuple[int, int]]
-    """(collective's place in `spans`, piece that waits for it)"""
+    waits: Ints
+    """Rows of (collective's place in `spans`, piece that waits for it)."""
 
 
 def replay_trace(
@@ -63,7 +63,11 @@ def replay_trace(
     for rank in stragglers or ():
         if rank not in timeline.ranks:
             raise OffbeatError(f"straggler: there is no rank {rank}, the trace has ranks {list(timeline.ranks)}")
-    timeline = _with_marks(timeline)
+    if not timeline.marks.size:
+        # A timeline without steps counts as one step.
+        own = [timeline.rank == rank for rank in timeline.ranks]
+        marks = np.array([[timeline.start[mine].min(), timeline.end[mine].max()] for mine in own])
+        timeline = replace(timeline, marks=marks)
     marked = timeline.mark_rows >= 0
     zero = float(np.nanmin(np.concatenate([timeline.marks.ravel(), timeline.start[marked], timeline.queued[marked]])))
     # Spans of communication of ranks with steps, in the order in which they ended.
@@ -77,21 +81,19 @@ def replay_trace(
         chains.append(_chain(timeline, rank, first, timeline.marks[row], spans, issued, zero, factor))
     graph, first_span = _task_graph(timeline, chains, spans, issued, bandwidth, latency)
     result = replay(graph)
-    start, end = timeline.start.copy(), timeline.end.copy()
-    queued, marks = timeline.queued.copy(), timeline.marks.copy()
+    times = {name: getattr(timeline, name).copy() for name in ("start", "end", "queued")}
+    marks = timeline.marks.copy()
     for row, chain in enumerate(chains):
         # A wait begins where the piece before it ends, though its task starts only when it is over.
         ends = result.end[chain.first : chain.first + len(chain.seconds)]
         moved = zero + np.concatenate([[0.0], ends])
         mine = timeline.rank == chain.rank
-        for column in (start, end, queued):
+        for column in times.values():
             column[mine] = np.interp(column[mine], chain.cuts, moved)
         marks[row] = np.interp(marks[row], chain.cuts, moved)
-    start[spans] = zero + result.start[first_span:]
-    end[spans] = zero + result.end[first_span:]
-    return replace(
-        timeline, start=start, end=end, queued=queued, marks=marks, critical=None, source="predicted", peak_memory=()
-    )
+    times["start"][spans] = zero + result.start[first_span:]
+    times["end"][spans] = zero + result.end[first_span:]
+    return replace(timeline, **times, marks=marks, critical=None, source="predicted", peak_memory=())
 
 
 def _task_graph(
@@ -99,15 +101,15 @@ def _task_graph(
 ) -> tuple[TaskGraph, int]:
     """The tasks of all ranks: the pieces of each rank in order, then the collectives, and the first of those."""
     first_span = chains[-1].first + len(chains[-1].seconds)
-    left, right = _waited_for(timeline, spans, issued)
+    group = _groups(timeline, spans)
+    left, right = _waited_for(group, issued, timeline.end[spans])
     # The link of a rank carries one collective after another, and each begins when all have issued it.
     end, before, source = timeline.end[spans], np.full(len(spans), -1), np.full(len(spans), -1)
     edges = []
     for chain in chains:
         ids = chain.first + np.arange(len(chain.seconds))
         edges.append(np.stack([ids[:-1], ids[1:]], axis=1))
-        waits = [(first_span + span, chain.first + piece) for span, piece in chain.waits]
-        edges.append(np.array(waits, np.int64).reshape(-1, 2))
+        edges.append(chain.waits + np.array([first_span, chain.first]))
         mine = np.flatnonzero(timeline.rank[spans] == chain.rank)
         before[mine[1:]] = mine[:-1]
         piece = np.searchsorted(chain.cuts, issued[mine], side="left") - 1
@@ -119,18 +121,10 @@ def _task_graph(
     free = np.where(before >= 0, end[before], -np.inf)
     np.maximum.at(free, left, issued[right])
     service = np.maximum(end - free, 0.0)
-    service *= _link_factors(timeline, spans, service, bandwidth, latency)
+    if not bandwidth == latency == 1.0:
+        service *= _link_factors(timeline, spans, group, service, bandwidth, latency)
     total = np.concatenate([*(chain.seconds for chain in chains), service])
     return TaskGraph.from_arrays(total, np.full(len(total), -1), np.concatenate(edges)), first_span
-
-
-def _with_marks(timeline: Timeline) -> Timeline:
-    """A timeline without steps counts as one step."""
-    if timeline.marks.size:
-        return timeline
-    ranks = timeline.ranks
-    marks = [[timeline.start[timeline.rank == rank].min(), timeline.end[timeline.rank == rank].max()] for rank in ranks]
-    return replace(timeline, marks=np.array(marks))
 
 
 def _chain(
@@ -161,7 +155,7 @@ def _chain(
     np.maximum.at(last_end, piece[waited], ends[waited])
     seconds = np.where(np.isfinite(last_end), np.maximum(cuts[1:] - last_end, 0.0), seconds)
     seconds[working] *= factor
-    return _Chain(rank, first, cuts, seconds, list(zip(mine[waited].tolist(), piece[waited].tolist(), strict=True)))
+    return _Chain(rank, first, cuts, seconds, np.stack([mine[waited], piece[waited]], axis=1))
 
 
 def _covered(at: Floats, start: Floats, end: Floats) -> NDArray[np.bool_]:
@@ -177,45 +171,38 @@ def _groups(timeline: Timeline, spans: Ints) -> Ints:
     return np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1) if len(spans) else np.empty(0, np.int64)
 
 
-def _waited_for(timeline: Timeline, spans: Ints, issued: Floats) -> tuple[Ints, Ints]:
+def _waited_for(group: Ints, issued: Floats, end: Floats) -> tuple[Ints, Ints]:
     """Pairs (span, span of a participant that it could have waited for) of places in `spans`, each with itself too."""
-    group = _groups(timeline, spans)
     order = np.argsort(group, kind="stable")
     counts = np.bincount(group)
     size = counts[group]
-    left = np.repeat(np.arange(len(spans)), size)
+    left = np.repeat(np.arange(len(group)), size)
     offset = np.arange(len(left)) - np.repeat(np.cumsum(size) - size, size)
     right = order[np.repeat((np.cumsum(counts) - counts)[group], size) + offset]
-    before = issued[right] <= timeline.end[spans[left]]
+    before = issued[right] <= end[left]
     return left[before], right[before]
 
 
-def _link_factors(timeline: Timeline, spans: Ints, service: Floats, bandwidth: float, latency: float) -> Floats:
-    """The factor by which each collective's time changes with the links; latency and bytes are scaled separately."""
+def _link_factors(
+    timeline: Timeline, spans: Ints, group: Ints, service: Floats, bandwidth: float, latency: float
+) -> Floats:
+    """The factor by which each collective's time changes with the links, from a linear fit for each kind of collective.
+
+    Latency and bytes are scaled separately. With a single size all time counts as bytes, and without bytes as latency.
+    """
     factors = np.ones(len(spans))
-    if bandwidth == latency == 1.0:
-        return factors
-    group = _groups(timeline, spans)
-    participants = np.bincount(group)[group]
-    verb = [collective_kind(timeline.names[name]) for name in timeline.name[spans]]
     families: dict[tuple[str, int], list[int]] = {}
-    for place, key in enumerate(zip(verb, participants.tolist(), strict=True)):
-        families.setdefault(key, []).append(place)
-    for members in families.values():
-        places = np.array(members)
+    for place, (name, participants) in enumerate(zip(timeline.name[spans], np.bincount(group)[group], strict=True)):
+        families.setdefault((collective_kind(timeline.names[name]), participants), []).append(place)
+    for places in map(np.array, families.values()):
         size = timeline.bytes[spans[places]].astype(np.float64)
-        fit = _fit(size, service[places])
+        usable = (size > 0) & (service[places] > 0)
+        fit = LinkFit(1.0, 0.0)
+        if usable.any():
+            # Medians per size, because collectives that share a link distort each other's times.
+            sizes = np.unique(size[usable]).tolist()
+            fit = fit_linear(sizes, [float(np.median(service[places][usable & (size == one)])) for one in sizes])
         new = fit.latency_seconds * latency + fit.seconds_per_byte * size / bandwidth
         old = fit.latency_seconds + fit.seconds_per_byte * size
         factors[places] = np.where(old > 0, new / np.where(old > 0, old, 1.0), latency)
     return factors
-
-
-def _fit(size: Floats, service: Floats) -> LinkFit:
-    """A linear fit; with a single size all time counts as bytes, and without bytes as latency."""
-    usable = (size > 0) & (service > 0)
-    if not usable.any():
-        return LinkFit(1.0, 0.0)
-    # Medians per size, because collectives that share a link distort each other's times.
-    sizes = np.unique(size[usable])
-    return fit_linear(sizes.tolist(), [float(np.median(service[usable & (size == one)])) for one in sizes])

@@ -23,25 +23,16 @@ def load_recording(path: str | PathLike[str]) -> Profile | Timeline:
     if not place.exists():
         raise OffbeatError(f"{path}: there is no such trace")
     if not place.is_dir():
-        return Timeline.load(place) if _is_ours(place) else read_trace(place, rank=0)
+        # In a timeline that Offbeat wrote, its own object comes before the events.
+        stream = EventStream(place, ("offbeat",))
+        next(iter(stream), None)
+        return Timeline.load(place) if "offbeat" in stream.header else read_trace(place, rank=0)
     if any(place.glob("rank*.jsonl")):
         return load_profile(place)
-    return _load_profiler(place)
-
-
-def _load_profiler(folder: Path) -> Timeline:
-    """All ranks' traces of torch.profiler on one clock."""
-    traces, notes = load_folder(folder)
+    traces, notes = load_folder(place)
     timeline = combine(traces)
     timeline = replace(timeline, notes=(*notes, *timeline.notes))
     if len(timeline.ranks) < 2:
         return timeline
     machines = {trace.rank: trace.host for trace in traces if trace.host}
     return apply(timeline, clock_offsets(communication_events(timeline), machines or None))
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether Offbeat wrote this timeline: its own object comes before the events."""
-    stream = EventStream(path, ("offbeat",))
-    next(iter(stream), None)
-    return "offbeat" in stream.header

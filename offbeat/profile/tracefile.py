@@ -8,6 +8,7 @@ for, so they are joined with the operator that issued them (`_gloo`).
 import os
 import re
 from array import array
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,6 @@ class Collective:
     sequence: int = -1
     """Its number within its group, the same on all participants; -1 where unknown, see `offbeat.profile.flight`."""
 
-    @property
-    def moment(self) -> float:
-        return self.start if self.queued != self.queued else self.queued
-
 
 @dataclass(eq=False)
 class Trace:
@@ -74,6 +71,7 @@ class Trace:
     work: Timeline
     """Computation; a track is a stream or a thread."""
     collectives: list[Collective]
+    """In the order of their issue, or start where that is unknown."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -94,9 +92,7 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
     base = _number(stream.header.get("baseTimeNanoseconds"), 0)
     world = info.get("world_size")
     first = collector.first
-    notes = []
-    if collector.faulty:
-        notes.append(f"{path}: {collector.faulty} events with negative or non-finite times were left out")
+    faulty = f"{path}: {collector.faulty} events with negative or non-finite times were left out"
     return Trace(
         path=Path(path),
         rank=int(rank),
@@ -104,9 +100,11 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         host=str(stream.header.get("host_name", "")),
         origin_ns=base + round(first * 1000),
         steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
-        work=(_kernels if collector.kernels else _outermost_operators)(collector, int(rank)),
-        collectives=_gloo(collector) + _nccl(collector),
-        notes=notes,
+        work=_work(collector, int(rank)),
+        collectives=sorted(
+            _gloo(collector) + _nccl(collector), key=lambda each: each.start if np.isnan(each.queued) else each.queued
+        ),
+        notes=[faulty] if collector.faulty else [],
     )
 
 
@@ -179,35 +177,24 @@ def _columns(flat: "array[float]", first: float) -> tuple[NDArray[np.float64], N
     return start, start + rows[:, 1] * 1e-6, rows[:, 2:].T.astype(np.int64)
 
 
-def _timeline(collector: _Collector, rank: int, **columns: Any) -> Timeline:
-    """Spans of computation."""
-    others = {"rank": rank, "step": -1, "queued": np.nan, "bytes": 0, "task": -1}
-    columns |= {name: np.full(len(columns["start"]), value, COLUMNS[name]) for name, value in others.items()}
-    return Timeline(tuple(collector.names), **columns)
-
-
-def _outermost_operators(collector: _Collector, rank: int) -> Timeline:
-    start, end, (lane, _, name) = _columns(collector.operators, collector.first)
+def _work(collector: _Collector, rank: int) -> Timeline:
+    """Kernels, each of the kind of the outermost operator that launched it; without any, the outermost operators."""
+    start, end, (lane, number, name) = _columns(collector.operators, collector.first)
+    outermost, kind = _outermost(start, end, lane), _operator_kinds(collector, start, name)
     ranges = np.array([_RANGE.fullmatch(text) is not None for text in collector.names], bool)
-    rows = _outermost(start, end, lane) == np.arange(len(start))
-    rows &= ~ranges[name] if len(name) else True
-    kind = _operator_kinds(collector, start, name)
-    every = _timeline(collector, rank, start=start, end=end, track=lane, kind=kind, name=name)
+    rows = (outermost == np.arange(len(start))) & ~ranges[name]
+    if collector.kernels:
+        kinds, known, order = kind[outermost], number, np.argsort(number, kind="stable")
+        start, end, (lane, launcher, name) = _columns(collector.kernels, collector.first)
+        rows, kind = np.ones(len(start), bool), np.full(len(start), KINDS.index("other"), np.int8)
+        if len(order):
+            place = order[np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)]
+            found = (known[place] == launcher) & (launcher >= 0)
+            kind[found] = kinds[place[found]]
+    others = {"rank": rank, "step": -1, "queued": np.nan, "bytes": 0, "task": -1}
+    columns: Any = {column: np.full(len(start), value, COLUMNS[column]) for column, value in others.items()}
+    every = Timeline(tuple(collector.names), start=start, end=end, track=lane, kind=kind, name=name, **columns)
     return every.select(rows)
-
-
-def _kernels(collector: _Collector, rank: int) -> Timeline:
-    """Kernels; the kind of each is that of the outermost operator that launched it."""
-    start, end, (lane, launcher, name) = _columns(collector.kernels, collector.first)
-    kind = np.full(len(start), KINDS.index("other"), np.int8)
-    if collector.operators:
-        begin, finish, (thread, known, operator) = _columns(collector.operators, collector.first)
-        kinds = _operator_kinds(collector, begin, operator)[_outermost(begin, finish, thread)]
-        order = np.argsort(known, kind="stable")
-        place = order[np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)]
-        found = (known[place] == launcher) & (launcher >= 0)
-        kind[found] = kinds[place[found]]
-    return _timeline(collector, rank, start=start, end=end, track=lane, kind=kind, name=name)
 
 
 def _outermost(start: NDArray[np.float64], end: NDArray[np.float64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -241,23 +228,20 @@ def _gloo(collector: _Collector) -> list[Collective]:
     gloo serves its queue in order, so the n-th range of a kind and size belongs to the n-th such operator, if that one
     was issued before it.
     """
-    issued: dict[tuple[str, int], list[tuple[float, dict[str, Any]]]] = {}
+    issued: defaultdict[tuple[str, int], deque[tuple[float, Any]]] = defaultdict(deque)
     for start, kind, args in sorted(collector.issued, key=lambda item: item[0]):
-        issued.setdefault((kind, _elements(kind, args)), []).append((start, args))
-    used: dict[tuple[str, int], int] = {}
+        issued[kind, _elements(kind, args)].append((start, args.get("Concrete Inputs")))
     result = []
     for start, duration, lane, kind, args in sorted(collector.ranges, key=lambda item: item[0]):
-        key = (kind, _elements(kind, args))
-        candidates, place = issued.get(key, []), used.get(key, 0)
-        queued, peer = np.nan, -1
-        if place < len(candidates) and candidates[place][0] <= start:
-            queued = (candidates[place][0] - collector.first) * 1e-6
-            if kind in ("send", "recv"):
-                peer = _peer(candidates[place][1])
-            used[key] = place + 1
-        begin = (start - collector.first) * 1e-6
-        size = key[1] * _item_bytes(_first_text(args.get("Input type")))
-        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, "", key[1], size, lane, peer))
+        elements, types = _elements(kind, args), args.get("Input type")
+        waiting = issued[kind, elements]
+        asked, given = waiting.popleft() if waiting and waiting[0][0] <= start else (np.nan, [])
+        # send(tensors, group, destination, tag), and the same for recv.
+        transfer = kind in ("send", "recv") and isinstance(given, list) and len(given) > 2
+        peer = int(given[2]) if transfer and _RANK_TEXT.fullmatch(str(given[2])) else -1
+        begin, queued = (start - collector.first) * 1e-6, (asked - collector.first) * 1e-6
+        size = elements * _item_bytes(next(filter(None, types), None) if isinstance(types, list) else None)
+        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, "", elements, size, lane, peer))
     return result
 
 
@@ -313,18 +297,6 @@ def product(shape: object) -> int:
     for size in shape if isinstance(shape, list) else []:
         result = min(result * max(0, _number(size, 0)), MOST_ELEMENTS)
     return result
-
-
-def _peer(args: dict[str, Any]) -> int:
-    """send(tensors, group, destination, tag), and the same for recv."""
-    given = args.get("Concrete Inputs")
-    if isinstance(given, list) and len(given) > 2 and _RANK_TEXT.fullmatch(str(given[2])):
-        return int(given[2])
-    return -1
-
-
-def _first_text(values: object) -> object:
-    return next((value for value in values if value), None) if isinstance(values, list) else None
 
 
 def _item_bytes(dtype: object) -> int:

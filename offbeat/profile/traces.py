@@ -67,8 +67,7 @@ def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
         return traces, None
     zero = traces[0].steps[0].begin
     shifted = [_moved(trace, lambda at: at - zero) for trace in traces]
-    compared = [trace.ticks and all(trace.ticks) for trace in shifted]
-    if shifted[0].rank == 0 and all(compared):
+    if shifted[0].rank == 0 and all(trace.ticks and all(trace.ticks) for trace in shifted):
         alignment = _compared_clocks(shifted)
     else:
         alignment = clock_offsets(communication_events(to_timeline(shifted, [])), machines)
@@ -107,10 +106,9 @@ def _with_clock(value: Any, clock: Callable[[float], float]) -> Any:
     """The value with `clock` applied to all floats in it, which are times."""
     if isinstance(value, float):
         return clock(value)
-    if isinstance(value, Collective):
-        return Collective(*(_with_clock(each, clock) for each in value))
     if isinstance(value, tuple):
-        return tuple(_with_clock(each, clock) for each in value)
+        moved = (_with_clock(each, clock) for each in value)
+        return Collective(*moved) if isinstance(value, Collective) else tuple(moved)
     if isinstance(value, Step | Pass):
         return replace(value, **{each.name: _with_clock(getattr(value, each.name), clock) for each in fields(value)})
     return value

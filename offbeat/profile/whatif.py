@@ -37,6 +37,12 @@ EXAMPLES = "bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overl
 PLANNED_JOBS = ("offbeat", "ddp")
 """Jobs whose plan is known from their trace."""
 WIRES = ("fp16", "bf16", "none")
+_WORDS = {"workers": "{0.number} workers", "straggler": "rank {0.number} computes {0.factor:g}x as long"}
+_WORDS |= {
+    "strategy": "strategy {0.name}",
+    "wire": "{0.name} on the wire",
+    "compute": "{0.factor:g}x as fast computing",
+}
 MOST_WORKERS = 100_000
 
 
@@ -53,19 +59,9 @@ class Change:
     """Of a strategy's builder or file, or of what goes on the wire."""
 
     def __str__(self) -> str:
-        match self.kind:
-            case "workers":
-                return f"{self.number} workers"
-            case "straggler":
-                return f"rank {self.number} computes {self.factor:g}x as long"
-            case "strategy":
-                return f"strategy {self.name}"
-            case "wire":
-                return f"{self.name} on the wire" if self.name != "none" else "nothing encoded on the wire"
-            case "compute":
-                return f"{self.factor:g}x as fast computing"
-            case _:
-                return f"{self.factor:g}x {self.kind}"
+        if self.kind == "wire" and self.name == "none":
+            return "nothing encoded on the wire"
+        return _WORDS.get(self.kind, "{0.factor:g}x {0.kind}").format(self)
 
 
 def parse_what_if(text: str) -> Change:
@@ -133,7 +129,14 @@ def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     if "wire" in wanted:
         strategy = with_wire(strategy, graph, wanted["wire"].name)
     if "compute" in wanted:
-        costs = _with_compute(costs, wanted["compute"].factor, cluster.world_size)
+        # Updates become faster too.
+        factor, per_byte = wanted["compute"].factor, costs.update_seconds_per_byte
+        costs = replace(
+            costs,
+            compute_scale={rank: costs.compute_scale.get(rank, 1.0) / factor for rank in range(cluster.world_size)},
+            update_call_seconds=costs.update_call_seconds / factor,
+            update_seconds_per_byte=None if per_byte is None else per_byte / factor,
+        )
     for change in changes:
         if change.kind == "straggler":
             if change.number >= cluster.world_size:
@@ -207,17 +210,6 @@ def with_wire(strategy: Strategy, graph: ModelGraph, name: str) -> Strategy:
     for variable, config in configs.items():
         configs[variable] = config.model_copy(update={"shards": tuple(map(encoded, config.shards))})
     return strategy.model_copy(update={"variables": configs})
-
-
-def _with_compute(costs: Costs, factor: float, world: int) -> Costs:
-    """The costs with all computing, updates included, `factor` times as fast."""
-    per_byte = costs.update_seconds_per_byte
-    return replace(
-        costs,
-        compute_scale={rank: costs.compute_scale.get(rank, 1.0) / factor for rank in range(world)},
-        update_call_seconds=costs.update_call_seconds / factor,
-        update_seconds_per_byte=None if per_byte is None else per_byte / factor,
-    )
 
 
 def _factor(text: str, value: str) -> float:

@@ -105,7 +105,7 @@ class Session:
         whole = recorded.timeline if isinstance(recorded, Profile) else recorded
         self.measured_seconds = whole.iteration_time if whole.marks.size and not captured else None
         self.timeline = _last_steps(with_marks(whole))
-        self.notes = tuple(dict.fromkeys((*(self.profile.notes if self.profile else ()), *self.timeline.notes)))
+        self.notes = tuple(dict.fromkeys(self.timeline.notes))
         self.world = self.profile.cluster.world_size if self.profile else len(self.timeline.ranks)
         self._found: list[tuple[Strategy, int]] = []
         """The strategy that each search has found, and for how many workers."""
@@ -122,7 +122,7 @@ class Session:
         """Of a model that was not run: costs come from the devices' and the links' figures."""
         strategy = build_strategy(CAPTURED_STRATEGY, graph, cluster).model_copy(update=ANYWHERE)
         timeline = simulate(lower(graph, cluster, strategy), memory=False)
-        profile = Profile(timeline, graph, cluster, strategy, Costs(), job="offbeat", notes=())
+        profile = Profile(timeline, graph, cluster, strategy, Costs(), job="offbeat")
         return cls(profile, f"{graph.name} on {cluster.name}", captured=True)
 
     def about(self, _: State | None = None) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def record(
                     recorder.step()
                     between(step, runtime)
                 runtime.engine.settle_all()
+            assert runtime.engine.reports.observer is None
             return recorder.lines
 
     folder.mkdir(exist_ok=True)
@@ -156,7 +157,7 @@ def test_replay_follows_the_plan_of_most_steps_when_the_job_switched(
     steps, kept = before + after - 3, max(before - 3, after)
     assert profile.strategy == {"first": first, "second": second}[followed]
     assert profile.timeline.marks.shape[1] - 1 == kept
-    assert f"{steps - kept} of {steps} steps followed another plan and are left out" in profile.notes
+    assert f"{steps - kept} of {steps} steps followed another plan and are left out" in profile.timeline.notes
     assert pieces(profile.plan) == recorded_pieces(traces[0], 3 if followed == "first" else -1)
     assert main(["replay", str(folder)]) == 0
     assert "ms" in capsys.readouterr().out

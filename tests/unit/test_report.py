@@ -44,7 +44,7 @@ def small_plan(nodes: int = 2) -> Plan:
 
 
 def simulated(plan: Plan, costs: Costs) -> Profile:
-    return Profile(simulate(plan, costs), plan.graph, plan.cluster, plan.strategy, costs, job="offbeat", notes=())
+    return Profile(simulate(plan, costs), plan.graph, plan.cluster, plan.strategy, costs, job="offbeat")
 
 
 def two_ranks(slow: float = 1.0, name: str = "piece", steps: int = 3) -> Timeline:
