@@ -63,11 +63,14 @@ def builders(as_json: Json = False) -> None:
     """List the strategy builders and their options."""
     from offbeat.strategy import builders as names
 
-    print_rows(
-        [_describe_builder(name) for name in names()],
-        as_json,
-        options=lambda options: " ".join(f"{name}={default}" for name, default in options.items()) or "-",
-    )
+    rows = []
+    for name in names():
+        # One builder per file, called what it is registered as.
+        build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
+        options = list(inspect.signature(build).parameters.values())[2:]
+        summary = (inspect.getdoc(build) or "").partition("\n")[0]
+        rows.append({"builder": name, "summary": summary, "options": {each.name: each.default for each in options}})
+    print_rows(rows, as_json, options=lambda given: " ".join(f"{name}={value}" for name, value in given.items()) or "-")
 
 
 def load_cluster(text: str) -> "ClusterSpec":
@@ -122,15 +125,4 @@ def _node_summary(spec: "ClusterSpec", index: int) -> dict[str, Any]:
         "bandwidth": units.format_bandwidth(node.bandwidth),
         "latency": units.format_seconds(node.latency),
         "inside": units.format_bandwidth(node.intra_bandwidth),
-    }
-
-
-def _describe_builder(name: str) -> dict[str, Any]:
-    # One builder per file, called what it is registered as.
-    build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
-    options = list(inspect.signature(build).parameters.values())[2:]
-    return {
-        "builder": name,
-        "summary": (inspect.getdoc(build) or "").partition("\n")[0],
-        "options": {option.name: option.default for option in options},
     }

@@ -63,7 +63,10 @@ def run(
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
         if inside_job():
-            _run_here(script, variables)
+            from offbeat.profile.attach import run_script as run_here
+
+            os.environ.update(variables)
+            run_here(script[0], script[1:])
         else:
             with stdout_to_stderr(as_json):
                 code = run_script(script, ranks, variables, timeout)
@@ -77,14 +80,6 @@ def run(
             raise OffbeatError(
                 f"{script[0]}: it ended without a call of offbeat.distribute, so the strategy {strategy!r} was not used"
             )
-
-
-def _run_here(script: list[str], variables: dict[str, str]) -> None:
-    """Runs the script in this process; returns when it has ended well."""
-    from offbeat.profile.attach import run_script
-
-    os.environ.update(variables)
-    run_script(script[0], script[1:])
 
 
 def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, Any, Any]:

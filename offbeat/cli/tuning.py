@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,17 +122,16 @@ def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:
     """The result of a search as plain values."""
     best, baseline = result.best, result.baseline_seconds
     seconds = None if best is None else best.seconds
-    statuses = [trial.status for trial in result.trials]
     return {
         "search": result.search,
         "trials": len(result.trials),
-        "statuses": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        "statuses": dict(Counter(trial.status for trial in result.trials)),
         "best_seconds": seconds,
         "predicted_seconds": None if best is None else best.predicted_seconds,
         "best_builder_seconds": baseline,
         "speedup_over_best_builder": None if not (seconds and baseline) else baseline / seconds,
-        "hit_rate": _number(result.hit_rate),
-        "ranking_accuracy": _number(result.accuracy),
+        "hit_rate": None if math.isnan(result.hit_rate) else result.hit_rate,
+        "ranking_accuracy": None if math.isnan(result.accuracy) else result.accuracy,
         "interrupted": result.interrupted,
         "strategy": None if best is None else str(output),
     }
@@ -197,7 +197,3 @@ def _rows(store: "TrialStore", best: int | None) -> list[dict[str, Any]]:
     if best is None:
         return rows
     return sorted((row for row in rows if row["status"] == "done"), key=lambda row: row["step_seconds"])[:best]
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

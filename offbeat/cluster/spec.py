@@ -84,11 +84,8 @@ class ClusterSpec(BaseModel):
     @cached_property
     def _link_between(self) -> Mapping[tuple[int, int], Link]:
         index = {node.name: position for position, node in enumerate(self.nodes)}
-        between = {}
-        for link in self.links:
-            a, b = index[link.a], index[link.b]
-            between[a, b] = between[b, a] = link
-        return between
+        ends = ((index[link.a], index[link.b], link) for link in self.links)
+        return {pair: link for a, b, link in ends for pair in ((a, b), (b, a))}
 
     @cached_property
     def _table_of(self) -> Mapping[tuple[str, Groups], CollectiveTable]:

@@ -13,10 +13,11 @@ RNN layers apart into one set of operators per step.
 
 import operator as builtin
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,15 +28,7 @@ from torch.fx import traceback as fx_traceback
 
 from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, Variable
-from offbeat.graph.step import (
-    Step,
-    make_variables,
-    module_calls,
-    sparse_embeddings,
-    standing_in,
-    tensor_spec,
-    tracing,
-)
+from offbeat.graph.step import Step, make_variables, module_calls, sparse_embeddings, standing_in, tensor_spec, tracing
 from offbeat.torch_private import (
     DataDependentOutput,
     FakeTensorMode,
@@ -120,10 +113,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 def _loose_meta_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Meta tensors kept as plain attributes, which would not mix with the fakes."""
-    for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, Tensor) and value.device.type == "meta":
-                yield value
+    held = chain.from_iterable(module.__dict__.values() for module in model.modules())
+    return (value for value in held if isinstance(value, Tensor) and value.device.type == "meta")
 
 
 @contextmanager
@@ -195,11 +186,10 @@ class Walk:
 
     def readers(self) -> dict[str, list[Node]]:
         """The forward operators that read each variable's data, in order."""
-        readers: dict[str, list[Node]] = {}
+        readers: dict[str, list[Node]] = defaultdict(list)
         for node in self.computing:
-            if node not in self.backward:
-                for name in self.variables_read(node):
-                    readers.setdefault(name, []).append(node)
+            for name in () if node in self.backward else self.variables_read(node):
+                readers[name].append(node)
         return readers
 
     def _operator(self, node: Node, activation_bytes: int) -> Operator:
