@@ -61,7 +61,7 @@ def parse_json(content: bytes | str, origin: str, what: str) -> Any:
     """Parsed JSON of any shape with finite numbers; the error names `origin`."""
     check_values(content, origin, what)
     try:
-        return json.loads(content, parse_constant=_refuse_constant, parse_float=_finite_float)
+        return json.loads(content, parse_constant=_finite, parse_float=_finite)
     except OffbeatError as error:
         raise OffbeatError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -201,12 +201,9 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _refuse_constant(name: str) -> float:
-    raise OffbeatError(f"not valid JSON: the number {name} is not allowed")
-
-
-def _finite_float(text: str) -> float:
+def _finite(text: str) -> float:
     number = float(text)
-    if not math.isfinite(number):
-        raise OffbeatError(f"not valid JSON: the number {text[:40]} is too large")
-    return number
+    if math.isfinite(number):
+        return number
+    named = text.endswith(("NaN", "Infinity"))
+    raise OffbeatError(f"not valid JSON: the number {text[:40]} is {'not allowed' if named else 'too large'}")

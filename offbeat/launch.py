@@ -119,8 +119,7 @@ class Job:
         self.poll()
         late: Outcome = "timed out" if timed_out else "stopped"
         self._end()
-        age = self.age_seconds
-        ends = []
+        ends, age = [], self.age_seconds
         for place, (rank, process) in enumerate(zip(self.ranks, self.processes, strict=True)):
             outcome = "exited" if place in self.ended else late
             stdout, stderr = map(self._text, self._outputs[place]) if self.captured else ("", "")

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from offbeat import units
 from offbeat.cli.app import Json, app
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: offbeat models --counts")
 def models(
-    counts: Annotated[bool, typer.Option("--counts", help="Count parameters and variables (loads torch).")] = False,
-    scale: Annotated[float, typer.Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
+    counts: Annotated[bool, Option("--counts", help="Count parameters and variables (loads torch).")] = False,
+    scale: Annotated[float, Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """List the models of the zoo."""
@@ -33,8 +33,8 @@ def models(
 
 @app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
 def clusters(
-    cluster: Annotated[str | None, typer.Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the cluster as a file.")] = False,
+    cluster: Annotated[str | None, Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
+    as_yaml: Annotated[bool, Option("--yaml", help="Print the cluster as a file.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the cluster presets, or check and show one cluster."""

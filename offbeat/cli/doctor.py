@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import typer
+from typer import Exit
 
 from offbeat import units
 from offbeat.cli.app import Json, app
@@ -38,7 +38,7 @@ def doctor(as_json: Json = False) -> None:
     with progress("checking this machine"):
         findings = examine()
     print_rows([{"what": f.what, "works": f.works, "verdict": f.verdict} for f in findings], as_json)
-    raise typer.Exit(int(any(finding.required and not finding.works for finding in findings)))
+    raise Exit(int(any(finding.required and not finding.works for finding in findings)))
 
 
 def examine() -> list[Finding]:

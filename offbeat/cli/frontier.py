@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from offbeat import units
 from offbeat.cli.app import Cluster, Json, Model, Scale, app
@@ -24,22 +24,16 @@ _SHOWN = 12
 def frontier(  # noqa: PLR0917 - Typer makes one option of each
     model: Model,
     cluster: Cluster,
-    mini_time: Annotated[bool, typer.Option("--mini-time", help="The fastest that fits in the memory.")] = False,
-    mini_parallelism: Annotated[
-        bool, typer.Option("--mini-parallelism", help="The fewest devices on which it fits.")
-    ] = False,
-    profile: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="The fastest for each number of devices.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
-    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Use only the first so many devices.")] = None,
+    mini_time: Annotated[bool, Option("--mini-time", help="The fastest that fits in the memory.")] = False,
+    mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="The fewest devices where it fits.")] = False,
+    profile: Annotated[str | None, Option(metavar="N,N,…", help="The fastest for each number of devices.")] = None,
+    memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
+    margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
+    price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Use only the first so many devices.")] = None,
     scale: Scale = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the frontier as SVG here.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Save the frontier or the strategy here.")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the frontier as SVG here.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the frontier of time and memory over ways to split a model's operators."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from offbeat.cli.app import Cluster, Json, Model, SavedStrategy, Scale, app
 from offbeat.cli.catalogue import load_cluster
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def plan(
     model: Model,
     cluster: Cluster,
-    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
+    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Derive this rank's part alone.")] = None,
+    rank: Annotated[int | None, Option(min=0, help="Derive this rank's part alone.")] = None,
     output: SavedStrategy = None,
     as_json: Json = False,
 ) -> None:

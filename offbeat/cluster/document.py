@@ -6,6 +6,7 @@ Equal nodes are merged into one with `count`, and a number gets a unit wherever 
 from collections.abc import Callable
 from functools import partial
 from itertools import count, takewhile
+from operator import eq
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,9 @@ def _merged(nodes: tuple[Node, ...]) -> list[dict[str, Any]]:
     while start < len(nodes):
         first = nodes[start]
         stem = "" if first.name == f"node{start}" else first.name.removesuffix("-0")
-        names = (f"{stem}-{index}" if stem else f"node{start + index}" for index in count())
-        alike = takewhile(lambda pair: pair[0] == first.named(pair[1]), zip(nodes[start:], names, strict=False))
-        length = 1 if first.address else max(1, len(list(alike)))
+        named = (first.named(f"{stem}-{index}" if stem else f"node{start + index}") for index in count())
+        alike = takewhile(bool, map(eq, nodes[start:], named))
+        length = 1 if first.address else max(1, sum(alike))
         entry = _readable(first)
         if length > 1:
             entry.pop("name")

@@ -108,6 +108,7 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
     from offbeat.graph.hooks import trace_hooks
     from offbeat.torch_private import FakeTensor
 
+    name = type(step.model).__name__
     try:
         from offbeat.graph.joint import trace_joint
 
@@ -119,21 +120,17 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError(
-            f"model {type(step.model).__name__} cannot be traced ({reason}), and it cannot be run instead because its "
-            "tensors are fake or on the meta device"
+            f"model {name} cannot be traced ({reason}), and it cannot be run instead because its tensors are fake or "
+            "on the meta device"
         )
     try:
         operators, variables = trace_hooks(step)
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            f"model {type(step.model).__name__} fails on the example inputs: {_sentence(error)}"
-        ) from error
+        raise CaptureError(f"model {name} fails on the example inputs: {_sentence(error)}") from error
     warnings.warn(
-        f"{type(step.model).__name__} was run once because it cannot be traced ({reason}), so its graph is coarser: "
-        "one operator per module",
-        UserWarning,
+        f"{name} was run once because it cannot be traced ({reason}), so its graph is coarser: one operator per module",
         stacklevel=3,
     )
     return operators, variables, "hooks"

@@ -44,7 +44,7 @@ _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
 
 def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]:
     """Forward and backward operators in execution order, and the variables in order of first use."""
-    sparse_tables = {id(module.weight) for module in sparse_embeddings(step.model)}
+    sparse = {id(module.weight) for module in sparse_embeddings(step.model)}
     try:
         graph, names = joint_graph(step)
     except DataDependentOutput:
@@ -52,7 +52,7 @@ def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
             graph, names = joint_graph(step)
     walk = Walk(graph, names)
     operators = walk.operators()
-    variables = _variables(step, walk, operators, sparse_tables)
+    variables = _variables(step, walk, operators, sparse)
     return _with_sparse_gradients(operators, variables), variables
 
 
@@ -264,9 +264,8 @@ def _gradients(graph: Graph, names: dict[str, str]) -> Iterator[tuple[str, Node]
                 yield name, node
 
 
-def _variables(
-    step: Step, walk: Walk, operators: tuple[Operator, ...], sparse_tables: set[int]
-) -> tuple[Variable, ...]:
+def _variables(step: Step, walk: Walk, operators: tuple[Operator, ...], tables: set[int]) -> tuple[Variable, ...]:
+    """`tables` are the ids of the embeddings whose gradients are sparse."""
     first_backward = next((op.name for op in operators if op.phase == "backward"), None)
     readers = walk.readers()
 
@@ -277,7 +276,7 @@ def _variables(
             source = walk.producer(gradient)
             # A gradient that is the loss's own (a parameter returned as the loss) is there from the start.
             gradient_from = source.name if source in walk.backward and source is not None else first_backward
-        sparse = id(parameter) in sparse_tables and all(kinds.kind_of(use.target) == "embedding" for use in uses)
+        sparse = id(parameter) in tables and all(kinds.kind_of(use.target) == "embedding" for use in uses)
         looked_up = sum(_values(use.args)[1].numel() for use in uses) if sparse else 0
         return {
             "first_use": uses[0].name if uses else None,

@@ -83,7 +83,8 @@ def base_name(target: Any) -> str:
 def kind_of(target: Any) -> str:
     """The kind of a forward or backward operator, as `Operator.kind` lists them."""
     name = base_name(target)
-    known = _KIND_OF_NAME.get(name) or ("view" if is_view(target) else _KIND_OF_NAME.get(name.removesuffix("_backward")))
+    known = _KIND_OF_NAME.get(name) or ("view" if is_view(target) else None)
+    known = known or _KIND_OF_NAME.get(name.removesuffix("_backward"))
     if known is not None:
         return known
     tags = getattr(target, "tags", ())

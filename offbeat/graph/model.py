@@ -235,9 +235,8 @@ class ModelGraph:
 
     def with_seconds(self, seconds: dict[str, float]) -> "ModelGraph":
         """The same graph with measured operator times."""
-        return replace(
-            self, operators=tuple(replace(op, seconds=seconds.get(op.name, op.seconds)) for op in self.operators)
-        )
+        timed = (replace(operator, seconds=seconds.get(operator.name, operator.seconds)) for operator in self.operators)
+        return replace(self, operators=tuple(timed))
 
     def with_optimizer(self, name: str, slots: int) -> "ModelGraph":
         """The same graph trained by another optimizer."""

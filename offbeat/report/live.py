@@ -127,8 +127,8 @@ class Session:
 
     def about(self, _: State | None = None) -> dict[str, Any]:
         """What the page needs before the first replay."""
-        cluster = self.profile.cluster if self.profile else None
-        across = cluster is not None and len(cluster.nodes) > 1
+        nodes = self.profile.cluster.nodes if self.profile else ()
+        node = nodes[0] if len(nodes) > 1 else None
         strategies = [RECORDED, *([OPTIMISED, *builders()] if self.profile else ())]
         return {
             "title": self.title,
@@ -140,8 +140,8 @@ class Session:
             "quick_first": sorted(strategies, key=self._served),
             "wires": ["recorded", *reversed(WIRES)] if self.profile else ["recorded"],
             "unavailable": self._unavailable(),
-            "bandwidth_bytes_per_second": cluster.nodes[0].bandwidth if cluster and across else None,
-            "latency_seconds": cluster.nodes[0].latency if cluster and across else None,
+            "bandwidth_bytes_per_second": node.bandwidth if node else None,
+            "latency_seconds": node.latency if node else None,
             "measured_seconds": self.measured_seconds,
             "base_seconds": self.base_seconds,
             "parts": list(PARTS),
@@ -182,7 +182,13 @@ class Session:
         if not self._planned(state):
             return {"rows": [], "why": "the trace does not tell what is kept in memory"}
         plan, _ = self._plan(state)
-        rows = [_memory_row(plan, ranks) for ranks in find_roles(plan, {}).ranks]
+        rows = []
+        for ranks in find_roles(plan, {}).ranks:
+            estimate = peak_memory(plan, ranks[0])
+            parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
+            limit = plan.cluster.device_of(ranks[0]).memory
+            row = {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
+            rows.append(row)
         known = any(operator.activation_bytes for operator in plan.graph.operators)
         return {"rows": rows, "why": "" if known else "without activations, which a recording does not tell"}
 
@@ -338,14 +344,4 @@ def _rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
     alike: dict[tuple[float, ...], list[RankTime]] = {}
     for rank in ranks:
         alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
-    return [
-        {"label": name_ranks(rank.rank for rank in members), "values": rank_parts(members[0])}
-        for members in alike.values()
-    ]
-
-
-def _memory_row(plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
-    estimate = peak_memory(plan, ranks[0])
-    parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
-    limit = plan.cluster.device_of(ranks[0]).memory
-    return {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
+    return [{"label": name_ranks(one.rank for one in row), "values": rank_parts(row[0])} for row in alike.values()]

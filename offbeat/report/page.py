@@ -13,8 +13,8 @@ from importlib.resources import files as resources
 from os import PathLike
 from typing import Any
 
-import jinja2
 import orjson
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from offbeat import files
@@ -52,7 +52,7 @@ def render(report: Report) -> str:
         frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
         data=_json(_numbers(report)),
         scenes=_scenes(report),
-        comparison_rows=_comparison_rows(report),
+        comparison_rows=report.comparison.rows if report.comparison else [],
         strategies=[explanation.text().split("\n") for explanation in report.explanations],
     )
 
@@ -64,17 +64,15 @@ def asset(name: str) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+def _template() -> Template:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
         "seconds": _seconds,
         "bytes": format_bytes,
         "percent": "{:.1%}".format,
+        "signed_percent": lambda share: f"{share:+.1%}".replace("-", "−"),
         "short_name": short_name,
     }
-    environment.filters["signed_percent"] = lambda share: f"{share:+.1%}".replace("-", "−")
     return environment.from_string(asset("report.html.j2"))
 
 
@@ -114,19 +112,8 @@ def _numbers(report: Report) -> dict[str, Any]:
 
 def _scenes(report: Report) -> list[tuple[str, str]]:
     """(source, packed timeline in base64); what was recorded comes first."""
-    packed = [(report.timeline.source, pack_timeline(report.timeline, report.nodes, MOST_BYTES))]
+    drawn = [(report.timeline.source, report.timeline, MOST_BYTES)]
     if report.comparison is not None:
-        predicted = report.comparison.predicted
-        packed.append(("predicted", pack_timeline(predicted, report.nodes, _MOST_PREDICTED_BYTES)))
+        drawn.append(("predicted", report.comparison.predicted, _MOST_PREDICTED_BYTES))
+    packed = [(source, pack_timeline(timeline, report.nodes, most)) for source, timeline, most in drawn]
     return [(source, base64.b64encode(content).decode()) for source, content in packed]
-
-
-def _comparison_rows(report: Report) -> list[tuple[str, float, float]]:
-    """(what, measured, predicted) in seconds."""
-    compared = report.comparison
-    if compared is None:
-        return []
-    return [
-        ("step", compared.measured_step_seconds, compared.predicted_step_seconds),
-        *((label, compared.measured_parts[key], compared.predicted_parts[key]) for key, label in PARTS.items()),
-    ]

@@ -137,22 +137,16 @@ def critical_by_step(timeline: Timeline) -> list[tuple[int, Ints]]:
     steps = Steps(timeline)
     if not len(steps):
         return [(0, critical_positions(timeline))] if len(timeline) else []
-    found = []
-    for step in range(len(steps)):
-        part = steps.part(step, step)
-        if part is not None:
-            found.append((step, steps.positions(step, step)[critical_positions(part)]))
-    return found
+    parts = ((step, steps.part(step, step)) for step in range(len(steps)))
+    return [(step, steps.positions(step, step)[critical_positions(part)]) for step, part in parts if part is not None]
 
 
 def _rank_places(timeline: Timeline, nodes: Mapping[int, str]) -> Ints:
     """For each span the place of its rank from top to bottom: nodes in the order of their first rank."""
     ranks, number = np.unique(timeline.rank, return_inverse=True)
-    first: dict[str, int] = {}
-    for rank in ranks.tolist():
-        first.setdefault(nodes.get(rank, ""), rank)
-    first_of_node = np.array([first[nodes.get(rank, "")] for rank in ranks.tolist()], "i8")
-    return np.argsort(np.lexsort((ranks, first_of_node)))[number]
+    node_of = [nodes.get(rank, "") for rank in ranks.tolist()]
+    first = {node: place for place, node in reversed([*enumerate(node_of)])}
+    return np.argsort(np.lexsort((ranks, np.array([first[node] for node in node_of], "i8"))))[number]
 
 
 def _in_lanes(place: Ints, track: NDArray[np.int32], start: Ticks, end: Ticks) -> tuple[Ints, Ints]:
@@ -226,17 +220,12 @@ def levels(scene: Scene) -> list[tuple[int, Ints]]:
     found: list[tuple[int, Ints]] = []
     resolution, last = 1, len(scene)
     while resolution * _COARSEST_CELLS * scene.tick_seconds < scene.seconds and last > len(scene.rows):
-        runs = _runs(scene, resolution)
-        if len(runs) <= _WORTHWHILE * last:
-            found.append((resolution, runs))
-            last = len(runs)
+        first = _first_of(scene.row, scene.start, scene.end, resolution)
+        if len(first) <= _WORTHWHILE * last:
+            found.append((resolution, np.diff(first, append=len(scene))))
+            last = len(first)
         resolution *= 2
     return found
-
-
-def _runs(scene: Scene, resolution: int) -> Ints:
-    first = _first_of(scene.row, scene.start, scene.end, resolution)
-    return np.diff(np.append(first, len(scene)))
 
 
 def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
@@ -252,23 +241,24 @@ def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
 def _merged(scene: Scene, limit: int) -> Scene:
     """At most `limit` blocks, or one for each row where even that is more."""
     resolution = 1
-    runs = _runs(scene, resolution)
-    while len(runs) > max(limit, len(scene.rows)) and resolution * scene.tick_seconds <= scene.seconds:
+    first = _first_of(scene.row, scene.start, scene.end, resolution)
+    while len(first) > max(limit, len(scene.rows)) and resolution * scene.tick_seconds <= scene.seconds:
         resolution *= 2
-        runs = _runs(scene, resolution)
-    first, run = np.cumsum(runs) - runs, np.repeat(np.arange(len(runs)), runs)
+        first = _first_of(scene.row, scene.start, scene.end, resolution)
+    run = np.repeat(first, np.diff(first, append=len(scene)))
     longest = np.lexsort((-scene.busy, run))[first]
+    count = np.add.reduceat(scene.count, first)
     return replace(
         scene,
         row=scene.row[first],
         start=scene.start[first],
         end=np.maximum.reduceat(scene.end, first),
         busy=np.add.reduceat(scene.busy, first),
-        count=np.add.reduceat(scene.count, first),
+        count=count,
         bytes=np.add.reduceat(scene.bytes, first),
         kind=scene.kind[longest],
         name=scene.name[longest],
-        queue=np.where(np.add.reduceat(scene.count, first) == 1, scene.queue[first], 0),
+        queue=np.where(count == 1, scene.queue[first], 0),
         critical=_merged_path(scene.critical, resolution),
     )
 

@@ -165,21 +165,17 @@ class Handler(BaseHTTPRequestHandler):
         except OffbeatError as error:
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
-        try:
-            content = json.dumps(self._asked(state), allow_nan=False).encode()
-        except Exception:
-            _log.exception("the live page could not answer %s", self.path)
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; the terminal tells why")
-        else:
-            self._reply(HTTPStatus.OK, "application/json", content)
-
-    def _asked(self, state: State) -> dict[str, Any]:
         call, lock = self.server.calls[self.path]
         try:
             with lock:
-                return call(state)
+                content = json.dumps(call(state), allow_nan=False)
         except OffbeatError as error:
-            return {"refused": str(error)}
+            content = json.dumps({"refused": str(error)})
+        except Exception:
+            _log.exception("the live page could not answer %s", self.path)
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; the terminal tells why")
+            return
+        self._reply(HTTPStatus.OK, "application/json", content.encode())
 
     def _body(self) -> Any:
         lengths = self.headers.get_all("Content-Length", [])

@@ -43,9 +43,8 @@ def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options
         built = build(graph, cluster, **options)
     if not isinstance(built, Strategy):
         raise StrategyError(f"builder {name!r} returned {type(built).__name__}, not a Strategy")
-    strategy = built.model_copy(
-        update={"name": name, "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
-    )
+    made_for = {"model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
+    strategy = built.model_copy(update={"name": name, **made_for})
     check_fits(strategy, graph, cluster)
     return strategy
 

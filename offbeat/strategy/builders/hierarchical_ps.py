@@ -3,6 +3,7 @@
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.strategy.builders import partitioned_ps
+from offbeat.strategy.builders._common import Size
 from offbeat.strategy.model import Strategy, VariableConfig
 
 
@@ -10,7 +11,7 @@ def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    threshold: str | float = "1MiB",
+    threshold: Size = "1MiB",
     max_shards: int | None = None,
     servers: str = "nodes",
 ) -> Strategy:
