@@ -77,16 +77,21 @@ def check_values(content: bytes | str, origin: str, what: str) -> None:
 
 
 def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
-    """Parsed YAML of any shape, without tags, repeated keys or aliases, which let a small file grow into a large value.
-
-    The error names `origin`.
-    """
+    """Parsed YAML of any shape. Tags, repeated keys and aliases, by which small files grow large, are refused."""
     _check_text(content, origin, what)
     if len(content) > MAX_YAML_BYTES:
         raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        _check_yaml_events(text, origin, what)
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            if isinstance(event, yaml.AliasEvent):
+                raise OffbeatError(f"{origin}: YAML aliases are not allowed in a {what}")
+            if getattr(event, "tag", None) is not None:
+                raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_NESTING:
+                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
         return yaml.load(text, Loader=_Loader)
     except OffbeatError:
         raise
@@ -173,18 +178,6 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
                     raise yaml.YAMLError(f"the key {quote(key.value)} is given twice in line {key.start_mark.line + 1}")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-def _check_yaml_events(text: str, origin: str, what: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):
-            raise OffbeatError(f"{origin}: YAML aliases are not allowed in a {what}")
-        if getattr(event, "tag", None) is not None:
-            raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_NESTING:
-            raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
 
 
 def _name(path: str | os.PathLike[str]) -> str:

@@ -37,10 +37,7 @@ class RankEnd:
 
 
 class RankProcess(subprocess.Popen[bytes]):
-    """One rank. It leads its session and process group, which gets its signals.
-
-    Ctrl-C reaches the launcher alone, which ends the ranks; a traceback of each would hide the reason.
-    """
+    """One rank, which leads a session of its own: Ctrl-C reaches the launcher alone, which signals its whole group."""
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
         super().__init__(argv, start_new_session=True, **options)

@@ -259,10 +259,7 @@ class _Sample:
             self.seconds += seconds
 
     def take(self, step_seconds: float) -> tuple[float | None, float | None]:
-        """Seconds of a step in which this rank waited, and in which a collective was under way; starts over.
-
-        They are scaled to `step_seconds`, because observed steps may be longer than others.
-        """
+        """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer); starts over."""
         waited, sent, seconds = self.waited, self.sent, self.seconds
         self.waited, self.sent, self.seconds = 0.0, [], 0.0
         if not seconds:

@@ -47,7 +47,19 @@ def clusters(
         return
     spec = load_cluster(cluster)
     summary = _summary(spec) | {"digest": spec.digest}
-    nodes = [_node_summary(spec, index) for index in range(len(spec.nodes))]
+    nodes = [
+        {
+            "node": node.name,
+            "ranks": "-".join(map(str, sorted({ranks[0], ranks[-1]}))),
+            "device": node.device,
+            "memory": units.format_bytes(node.memory),
+            "peak": units.format_flops(node.peak_flops),
+            "bandwidth": units.format_bandwidth(node.bandwidth),
+            "latency": units.format_seconds(node.latency),
+            "inside": units.format_bandwidth(node.intra_bandwidth),
+        }
+        for node, ranks in zip(spec.nodes, map(spec.ranks_of, range(len(spec.nodes))), strict=True)
+    ]
     if as_yaml:
         print(spec.to_yaml(), end="")
     elif as_json:
@@ -111,18 +123,4 @@ def _summary(spec: "ClusterSpec") -> dict[str, Any]:
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "bandwidth": ", ".join(units.format_bandwidth(rate) for rate in rates),
         "dollars_per_hour": spec.total_price_per_hour,
-    }
-
-
-def _node_summary(spec: "ClusterSpec", index: int) -> dict[str, Any]:
-    node, ranks = spec.nodes[index], spec.ranks_of(index)
-    return {
-        "node": node.name,
-        "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}",
-        "device": node.device,
-        "memory": units.format_bytes(node.memory),
-        "peak": units.format_flops(node.peak_flops),
-        "bandwidth": units.format_bandwidth(node.bandwidth),
-        "latency": units.format_seconds(node.latency),
-        "inside": units.format_bandwidth(node.intra_bandwidth),
     }

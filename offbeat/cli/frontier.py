@@ -14,7 +14,7 @@ from offbeat.cli.show import print_facts, print_json, print_rows, progress
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.search.frontier.find import ModelFrontier, ProfileRow
+    from offbeat.search.frontier.find import ModelFrontier
     from offbeat.search.frontier.model import FrontierPoint
 
 _SHOWN = 12
@@ -49,7 +49,12 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     if profile is not None:
         with progress("tracking a frontier for each number of devices"):
             rows = profile_devices(graph, spec, counts, limit, margin=margin, price_per_device_hour=price)
-        print_rows([_profile_row(row) for row in rows], as_json)
+        shown = []
+        for row in rows:
+            facts = _facts(row.point) if row.point else {"time_seconds": None, "memory_bytes": None}
+            picked = {name: facts[name] for name in ("time_seconds", "memory_bytes")}
+            shown.append({"devices": row.devices, **picked, "dollars_per_step": row.dollars_per_step})
+        print_rows(shown, as_json)
         return
     with progress("tracking the frontier"):
         found = find_frontier(graph, spec, devices=devices, margin=margin)
@@ -88,15 +93,6 @@ def _all(found: "ModelFrontier", as_json: bool) -> None:
     print_rows(shown, as_json=False)
     for note in dict.fromkeys(found.notes):
         print(note)
-
-
-def _profile_row(row: "ProfileRow") -> dict[str, Any]:
-    return {
-        "devices": row.devices,
-        "time_seconds": None if row.point is None else row.point.time_seconds,
-        "memory_bytes": None if row.point is None else round(row.point.memory_bytes),
-        "dollars_per_step": row.dollars_per_step,
-    }
 
 
 def _facts(point: "FrontierPoint") -> dict[str, Any]:

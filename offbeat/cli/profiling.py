@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from offbeat import units
 from offbeat.cli.app import Json, Ranks, Timeout, Trace, app
 from offbeat.cli.show import print_facts, print_json, progress, require_folder, say, say_ended, stdout_to_stderr
 from offbeat.errors import OffbeatError
@@ -125,7 +126,21 @@ def calibrate(
             code = run_script(["-m", "offbeat.profile.calibrate", str(output)], ranks, timeout=timeout)
         if code:
             raise OffbeatError(f"{output}: not written, because a rank ended with exit code {code}")
-    print_facts(_calibrated(output), as_json)
+    from offbeat.cluster import ClusterSpec
+
+    spec = ClusterSpec.load(output)
+    node, several = spec.nodes[0], len(spec.nodes) > 1
+    facts = {
+        "cluster": str(output),
+        "nodes": len(spec.nodes),
+        "ranks": spec.world_size,
+        "bandwidth": units.format_bandwidth(node.bandwidth) if several else None,
+        "latency_seconds": node.latency if several else None,
+        "bandwidth_inside": units.format_bandwidth(node.intra_bandwidth) if node.devices > 1 else None,
+        "latency_inside_seconds": node.intra_latency if node.devices > 1 else None,
+        "tables": len(spec.tables),
+    }
+    print_facts(facts, as_json)
 
 
 def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
@@ -157,23 +172,4 @@ def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
         "recorder_overhead": overhead,
         "collectives_per_step": len(middle.communication),
         "communication_bytes": sum(row.bytes for row in middle.communication),
-    }
-
-
-def _calibrated(path: Path) -> dict[str, Any]:
-    from offbeat import units
-    from offbeat.cluster import ClusterSpec
-
-    spec = ClusterSpec.load(path)
-    node = spec.nodes[0]
-    across = len(spec.nodes) > 1
-    return {
-        "cluster": str(path),
-        "nodes": len(spec.nodes),
-        "ranks": spec.world_size,
-        "bandwidth": units.format_bandwidth(node.bandwidth) if across else None,
-        "latency_seconds": node.latency if across else None,
-        "bandwidth_inside": units.format_bandwidth(node.intra_bandwidth) if node.devices > 1 else None,
-        "latency_inside_seconds": node.intra_latency if node.devices > 1 else None,
-        "tables": len(spec.tables),
     }

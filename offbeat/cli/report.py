@@ -103,10 +103,7 @@ def view(
 
 @contextmanager
 def opening_page(url: str) -> Generator[None, None, None]:
-    """Opens an address in the browser by way of a file that only this user can read, for as long as the block runs.
-
-    On the browser's command line every user of the machine could read the token.
-    """
+    """Opens an address in the browser by way of a file only this user can read; a command line would show its token."""
     import webbrowser
 
     with tempfile.NamedTemporaryFile("w", prefix="offbeat-view-", suffix=".html") as page:

@@ -62,7 +62,12 @@ def tune(
         if hosts is not None:
             raise OffbeatError(f"--hosts {hosts}: an emulated cluster is on one machine, not on --nnodes {nnodes}")
         if node_rank:
-            _follow(nnodes, node_rank, master_addr, master_port, ranks, as_json)
+            from offbeat.search.auto.nodes import Meeting, follow
+
+            leader = f"{master_addr}:{master_port}"
+            with progress(f"taking part in the search that node 0 leads at {leader}"):
+                jobs = follow(Meeting(nnodes, node_rank, master_addr, master_port), ranks)
+            print_facts({"node_rank": node_rank, "jobs": jobs, "led_by": leader}, as_json)
             return
     master = (master_addr, master_port)
     with stdout_to_stderr(), _machines(ranks, nnodes, master, hosts, bandwidth) as machines:
@@ -163,15 +168,6 @@ def _machines(
     from offbeat.search.auto.trials import LocalRanks
 
     return nullcontext(LocalRanks(ranks))
-
-
-def _follow(nodes: int, node_rank: int, address: str, port: int, ranks: int, as_json: bool) -> None:
-    """Runs this node's ranks of every trial that node 0 starts."""
-    from offbeat.search.auto.nodes import Meeting, follow
-
-    with progress(f"taking part in the search that node 0 leads at {address}:{port}"):
-        jobs = follow(Meeting(nodes, node_rank, address, port), ranks)
-    print_facts({"node_rank": node_rank, "jobs": jobs, "led_by": f"{address}:{port}"}, as_json)
 
 
 def _rows(store: "TrialStore", best: int | None) -> list[dict[str, Any]]:

@@ -186,20 +186,20 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self) -> _Run:
         """The current run, or a new one if the operator belongs to another call."""
-        call = self._stack[-1] if self.phase == "forward" else self._call_of_backward()
+        call = self._stack[-1]
+        if self.phase == "backward":
+            number = autograd_node_number()
+            if number is not None and number <= self._boundaries[-1][0]:
+                call = self._boundaries[bisect.bisect_right(self._boundaries, number, key=lambda b: b[0]) - 1][1]
+            elif self.runs:
+                # Between two nodes the engine itself adds and stores gradients.
+                call = self.runs[-1].call
         if not self.runs or (self.runs[-1].call, self.runs[-1].phase) != (call, self.phase):
             base = f"{self.phase}.{call.module or 'model'}"
             count = self._names[base]
             self._names[base] += 1
             self.runs.append(_Run(f"{base}#{count}" if count else base, self.phase, call))
         return self.runs[-1]
-
-    def _call_of_backward(self) -> _Call:
-        number = autograd_node_number()
-        if number is None or number > self._boundaries[-1][0]:
-            # Between two nodes the engine itself adds and stores gradients.
-            return self.runs[-1].call if self.runs else self._stack[0]
-        return self._boundaries[bisect.bisect_right(self._boundaries, number, key=lambda b: b[0]) - 1][1]
 
     def describe(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """What was seen of a variable."""

@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,17 +25,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx import traceback as fx_traceback
 
+from offbeat import torch_private
 from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, Variable
 from offbeat.graph.step import Step, make_variables, module_calls, sparse_embeddings, standing_in, tensor_spec, tracing
-from offbeat.torch_private import (
-    DataDependentOutput,
-    FakeTensorMode,
-    aot_export_joint,
-    as_if_compiling,
-    descriptors,
-    detect_fake_mode,
-)
+from offbeat.torch_private import descriptors
 
 _MODULE_KEY = "offbeat_module"
 _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
@@ -47,8 +40,8 @@ def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]
     sparse = {id(module.weight) for module in sparse_embeddings(step.model)}
     try:
         graph, names = joint_graph(step)
-    except DataDependentOutput:
-        with as_if_compiling():
+    except torch_private.DataDependentOutput:
+        with torch_private.as_if_compiling():
             graph, names = joint_graph(step)
     walk = Walk(graph, names)
     operators = walk.operators()
@@ -79,7 +72,8 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
     originals = {f"t{index}": tensor for index, (_, tensor) in enumerate(named)}
     names = {f"t{index}": name for index, (name, tensor) in enumerate(named) if tensor.requires_grad}
     inputs = step.input_tensors()
-    mode = detect_fake_mode([*originals.values(), *inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.detect_fake_mode([*originals.values(), *inputs])
+    mode = mode or torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -87,13 +81,15 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
         stack.enter_context(mode)
         fakes = {key: _fake(tensor) for key, tensor in originals.items()}
         fake_inputs = tuple(_fake(tensor) for tensor in inputs)
-        loose = {id(tensor): _fake(tensor) for tensor in _loose_meta_tensors(step.model)}
+        # Meta tensors kept as plain attributes would not mix with the fakes.
+        held = [value for module in step.model.modules() for value in module.__dict__.values()]
+        loose = {id(value): _fake(value) for value in held if isinstance(value, Tensor) and value.device.type == "meta"}
         stack.enter_context(_annotated_modules(step.model))
         stack.enter_context(standing_in(step.model, loose))
         stack.enter_context(patch.object(nn.functional, "dropout", _dropout))
         for module in sparse_embeddings(step.model):
             module.sparse = False  # sparse gradients cannot be traced; `standing_in` sets it back
-        joint = aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
+        joint = torch_private.aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
     return joint.graph_module.graph, names
 
 
@@ -109,12 +105,6 @@ def _fake(tensor: Tensor) -> Tensor:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Returns its input where nothing is dropped, as eager torch does; the tracer would record a copy."""
     return torch.dropout(input, p, training) if training and p > 0 else input
-
-
-def _loose_meta_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Meta tensors kept as plain attributes, which would not mix with the fakes."""
-    held = chain.from_iterable(module.__dict__.values() for module in model.modules())
-    return (value for value in held if isinstance(value, Tensor) and value.device.type == "meta")
 
 
 @contextmanager
@@ -224,15 +214,12 @@ class Walk:
 
     def _kept_bytes(self) -> Counter[Node]:
         """For each forward operator, the bytes of its own storages that backward reads."""
-        kept: dict[_Storage, None] = {}
         read = (source for node in self.computing if node in self.backward for source in node.all_input_nodes)
-        for storage in map(self.storage.__getitem__, read):
-            if storage.node.op == "call_function" and storage.node not in self.backward:
-                kept[storage] = None
         total: Counter[Node] = Counter()
-        for node, result in kept:
-            value = node.meta["val"]
-            total[node] += sum(map(kinds.touched_bytes, kinds.tensors_in(value if result is None else value[result])))
+        for node, result in set(map(self.storage.__getitem__, read)):
+            if node.op == "call_function" and node not in self.backward:
+                value = node.meta["val"] if result is None else node.meta["val"][result]
+                total[node] += sum(map(kinds.touched_bytes, kinds.tensors_in(value)))
         return total
 
     def _modules(self) -> dict[Node, str]:

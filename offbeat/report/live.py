@@ -259,7 +259,9 @@ class Session:
         if not self._planned(state):
             return what_if(self.timeline, state.changes())[0]
         plan, costs = self._plan(state)
-        return simulate(plan, costs, memory=False, steps=_fewest_steps(plan))
+        # With a barrier all steps are alike; where servers keep ranks from folding, further steps would take too long.
+        steps = DEFERRED_STEPS if any(message.owner is not None for message in plan.messages) else None
+        return simulate(plan, costs, memory=False, steps=BARRIER_STEPS if plan.mode == "barrier" else steps)
 
     def _plan(self, state: State) -> tuple[Plan, Costs]:
         """The plan and the costs of the changed job; those of the last states are remembered."""
@@ -321,13 +323,6 @@ def _possible(cluster: ClusterSpec, workers: int) -> bool:
 
 def _parts_on_servers(strategy: Strategy) -> int:
     return sum(shard.synchronizer in SERVERS for config in strategy.variables.values() for shard in config.shards)
-
-
-def _fewest_steps(plan: Plan) -> int | None:
-    """With a barrier all steps are alike; where servers keep ranks from folding, further steps would take too long."""
-    if plan.mode == "barrier":
-        return BARRIER_STEPS
-    return DEFERRED_STEPS if any(message.owner is not None for message in plan.messages) else None
 
 
 def _bound(diagnosis: Diagnosis) -> dict[str, float] | None:

@@ -42,15 +42,20 @@ def write_report(path: str | PathLike[str], recording: Profile | Timeline, **opt
 def render(report: Report) -> str:
     """The whole page."""
     style, script = asset("style.css"), "\n".join(map(asset, SCRIPTS))
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    allowed = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*digests)
+    # No HTML parser takes the escaped JSON for the end of its element.
+    numbers = orjson.dumps(_numbers(report)).decode()
+    numbers = numbers.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return _template().render(
         report=report,
         diagnosis=report.diagnosis,
         part_names=PARTS,
-        policy=_policy(style, script),
+        policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
         frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
-        data=_json(_numbers(report)),
+        data=Markup(numbers),
         scenes=_scenes(report),
         comparison_rows=report.comparison.rows if report.comparison else [],
         strategies=[explanation.text().split("\n") for explanation in report.explanations],
@@ -80,18 +85,6 @@ def _seconds(seconds: float) -> str:
     """To the nanosecond, so that the rounding errors of sums are not shown."""
     rounded = round(seconds, 9)
     return format_seconds(rounded).replace(" us", " µs").replace("-", "−") if rounded else "0 s"
-
-
-def _policy(style: str, script: str) -> str:
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
-    allowed = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*digests)
-    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _json(content: Any) -> Markup:
-    """JSON that no HTML parser takes for the end of its element."""
-    text = orjson.dumps(content).decode()
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def _numbers(report: Report) -> dict[str, Any]:

@@ -38,7 +38,6 @@ _NANOSECOND = 1e-9
 _MOST_TICKS = 2**31
 """A trace longer than two seconds has coarser ticks than nanoseconds, so that every time fits in 32 bits."""
 
-
 Ints = NDArray[np.int64]
 Ticks = Ints
 
@@ -289,10 +288,8 @@ def _packed(scene: Scene, total: int) -> bytes:
         "critical_start": (scene.critical[:, 2], 4),
         "critical_length": (scene.critical[:, 3] - scene.critical[:, 2], 4),
     }
-    resolutions = []
-    for number, (resolution, runs) in enumerate(levels(scene)):
-        columns[f"level{number}"] = (runs, 4)
-        resolutions.append(resolution * scene.tick_seconds)
+    zoomed = levels(scene)
+    columns |= {f"level{number}": (runs, 4) for number, (_, runs) in enumerate(zoomed)}
     header = {
         "format": 1,
         "source": scene.source,
@@ -303,11 +300,14 @@ def _packed(scene: Scene, total: int) -> bytes:
         "names": [_shown(scene.names[number]) for number in used.tolist()],
         "rows": [[_shown(row.label), _shown(row.group), row.lane, row.kind, row.rank] for row in scene.rows],
         "steps": scene.steps,
-        "resolutions": resolutions,
+        "resolutions": [resolution * scene.tick_seconds for resolution, _ in zoomed],
         "columns": [[key, width, len(column)] for key, (column, width) in columns.items()],
     }
     text = orjson.dumps(header)
-    parts = [len(text).to_bytes(4, "little"), text, *(_planes(column, width) for column, width in columns.values())]
+    parts = [len(text).to_bytes(4, "little"), text]
+    for column, width in columns.values():
+        little = np.ascontiguousarray(column.astype(f"<u{width}"))
+        parts.append(little.view("u1").reshape(-1, width).T.tobytes())
     return gzip.compress(b"".join(parts), compresslevel=_GZIP_LEVEL, mtime=0)
 
 
@@ -315,8 +315,3 @@ def _shown(name: str) -> str:
     # A lone surrogate, which a trace may hold, cannot be written as UTF-8.
     name = name.encode("utf-8", "replace").decode()
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-
-
-def _planes(column: NDArray, width: int) -> bytes:
-    little = np.ascontiguousarray(column.astype(f"<u{width}"))
-    return little.view("u1").reshape(-1, width).T.tobytes()
