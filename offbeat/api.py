@@ -31,12 +31,14 @@ CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
 MAX_BUCKET_BYTES = 25 * 2**20
+Wanted = str | os.PathLike[str] | Strategy
+"""What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
 
 
 def distribute(
     model: torch.nn.Module,
     optimizer: Optimizer,
-    strategy: str | os.PathLike[str] | Strategy = "auto",
+    strategy: Wanted = "auto",
     *,
     example_inputs: Any = None,
     loss_fn: Any = None,
@@ -134,10 +136,7 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
 
 
 def resolve_strategy(
-    strategy: str | os.PathLike[str] | Strategy,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    world: TorchWorld | None = None,
+    strategy: Wanted, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld | None = None
 ) -> Strategy:
     """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
     if isinstance(strategy, str) and strategy == "auto":

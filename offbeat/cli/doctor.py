@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from typer import Exit
 
@@ -21,15 +21,13 @@ PROBE_SECONDS = 60
 MINIMUM_PYTHON = (3, 11)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One feature of the machine."""
+class Finding(NamedTuple):
+    """One feature of the machine; training is impossible without a required one."""
 
     what: str
     works: bool
     verdict: str
     required: bool = False
-    """Training is impossible without it."""
 
 
 @app.command(epilog="Example: offbeat doctor")

@@ -51,9 +51,9 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
             rows = profile_devices(graph, spec, counts, limit, margin=margin, price_per_device_hour=price)
         shown = []
         for row in rows:
-            facts = _facts(row.point) if row.point else {"time_seconds": None, "memory_bytes": None}
-            picked = {name: facts[name] for name in ("time_seconds", "memory_bytes")}
-            shown.append({"devices": row.devices, **picked, "dollars_per_step": row.dollars_per_step})
+            time, used = (row.point.time_seconds, round(row.point.memory_bytes)) if row.point else (None, None)
+            best = {"devices": row.devices, "time_seconds": time, "memory_bytes": used}
+            shown.append(best | {"dollars_per_step": row.dollars_per_step})
         print_rows(shown, as_json)
         return
     with progress("tracking the frontier"):

@@ -106,7 +106,6 @@ def optimizer_state(optimizer: "torch.optim.Optimizer | type[torch.optim.Optimiz
 
 def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Literal["joint", "hooks"]]:
     from offbeat.graph.hooks import trace_hooks
-    from offbeat.torch_private import FakeTensor
 
     name = type(step.model).__name__
     try:
@@ -117,6 +116,8 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
         raise
     except Exception as error:
         reason = _sentence(error)
+    from offbeat.torch_private import FakeTensor
+
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError(

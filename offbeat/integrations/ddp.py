@@ -9,9 +9,7 @@ and travel together share one. A schedule says nothing to DDP; servers, stalenes
 the next forward needs `offbeat.distribute`.
 """
 
-import contextlib
 import inspect
-from collections import defaultdict
 from statistics import median
 from typing import Any
 
@@ -19,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.api import resolve_strategy
+from offbeat.api import Wanted, resolve_strategy
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
-from offbeat.integrations import Wanted
 from offbeat.plan import Plan, lower
 from offbeat.runtime.sync.encoders import MessageEncoder, make_encoder
 from offbeat.strategy import Encoder
@@ -61,10 +58,10 @@ def bucket_bytes(plan: Plan) -> list[int]:
 
     The variables of one module share a bucket: autograd may complete a weight and its bias in either order.
     """
-    messages_of: dict[str, set[int]] = defaultdict(set)
+    messages_of: dict[str, set[int]] = {}
     for message in plan.messages:
         for name in message.variables:
-            messages_of[name].add(message.index)
+            messages_of.setdefault(name, set()).add(message.index)
     sizes: list[int] = []
     last: set[int] = set()
     owner = None
@@ -144,14 +141,18 @@ def _exchange(state: _EncodedBuckets, bucket: dist.GradBucket) -> torch.futures.
         sent = dist.all_reduce(buffer, group=state.group, async_op=True)
         return sent.get_future().then(lambda done: done.value()[0])
     rounds = encoder.exchange(buffer, step)
-    work, received = _send(encoder, next(rounds), state)
+    payload = next(rounds)
+    work, received = _send(encoder, payload, state)
     if not twice:
         return work.get_future().then(lambda _: _decode(rounds, received, buffer))
     # A second round that began when the first ended would meet other buckets in an order of each rank's own.
-    with contextlib.suppress(StopIteration):
-        while True:
-            work.wait()
-            work, received = _send(encoder, rounds.send(received), state)
+    while True:
+        work.wait()
+        try:
+            payload = rounds.send(received)
+        except StopIteration:
+            break
+        work, received = _send(encoder, payload, state)
     done = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     done.set_result(buffer)
     return done
