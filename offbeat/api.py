@@ -30,12 +30,14 @@ CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
 MAX_BUCKET_BYTES = 25 * 2**20
+Wanted = str | os.PathLike[str] | Strategy
+"""What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
 
 
 def distribute(
     model: torch.nn.Module,
     optimizer: Optimizer,
-    strategy: str | os.PathLike[str] | Strategy = "auto",
+    strategy: Wanted = "auto",
     *,
     example_inputs: Any = None,
     loss_fn: Any = None,
@@ -62,10 +64,10 @@ def distribute(
     A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
     whole output on every rank (`offbeat.runtime.sharded`).
     """
-    _note_call()
-    _check_model(model)
-    _check_optimizer(optimizer)
-    _check_timeout(timeout)
+    if called := os.environ.get(CALLED_VARIABLE):
+        with contextlib.suppress(OSError):
+            Path(called).touch()
+    _check(model, optimizer, timeout)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
@@ -113,16 +115,8 @@ def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | No
     return device_mesh.get_group()
 
 
-def _note_call() -> None:
-    """Tells `offbeat run` that the script has come here."""
-    told = os.environ.get(CALLED_VARIABLE)
-    if told:
-        with contextlib.suppress(OSError):
-            Path(told).touch()
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    """Refuses a model that no strategy can train."""
+def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | None) -> None:
+    """Refuses a model that no strategy can train, and an optimizer that distributes itself."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise OffbeatError(
@@ -134,27 +128,17 @@ def _check_model(model: torch.nn.Module) -> None:
         raise OffbeatError(
             f"distribute: model {type(model).__name__} has parameters on {' and '.join(devices)}; move it to one device"
         )
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that distributes itself."""
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise OffbeatError(
             "distribute: optimizer is a ZeroRedundancyOptimizer, which spreads its state over ranks itself; pass the "
             "optimizer that it wraps, and strategy='sharded' to have each rank keep a part of the state"
         )
-
-
-def _check_timeout(timeout: timedelta | None) -> None:
     if timeout is not None and timeout <= timedelta(0):
         raise OffbeatError(f"distribute: timeout must be longer than zero, got {timeout}")
 
 
 def resolve_strategy(
-    strategy: str | os.PathLike[str] | Strategy,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    world: TorchWorld | None = None,
+    strategy: Wanted, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld | None = None
 ) -> Strategy:
     """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
     if isinstance(strategy, str) and strategy == "auto":
@@ -175,19 +159,12 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
     short enough that there are some to choose from.
     """
-    seconds, seconds_per_byte = measure_link(world)
+    seconds, seconds_per_byte = fit_link(world.default_channel(), world.device) if world.size > 1 else (0.0, 0.0)
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
     bucket = min(max(8 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
-
-
-def measure_link(world: TorchWorld) -> tuple[float, float]:
-    """(seconds per all-reduce, seconds per byte) of a job, the same on every rank."""
-    if world.size == 1:
-        return 0.0, 0.0
-    return fit_link(world.default_channel(), world.device)
 
 
 def join_job(timeout: timedelta | None = None) -> None:

@@ -61,7 +61,7 @@ def parse_json(content: bytes | str, origin: str, what: str) -> Any:
     """Parsed JSON of any shape with finite numbers; the error names `origin`."""
     check_values(content, origin, what)
     try:
-        return json.loads(content, parse_constant=_refuse_constant, parse_float=_finite_float)
+        return json.loads(content, parse_constant=_finite, parse_float=_finite)
     except OffbeatError as error:
         raise OffbeatError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -77,16 +77,21 @@ def check_values(content: bytes | str, origin: str, what: str) -> None:
 
 
 def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
-    """Parsed YAML of any shape, without tags, repeated keys or aliases, which let a small file grow into a large value.
-
-    The error names `origin`.
-    """
+    """Parsed YAML of any shape. Tags, repeated keys and aliases, by which small files grow large, are refused."""
     _check_text(content, origin, what)
     if len(content) > MAX_YAML_BYTES:
         raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        _check_yaml_events(text, origin, what)
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            if isinstance(event, yaml.AliasEvent):
+                raise OffbeatError(f"{origin}: YAML aliases are not allowed in a {what}")
+            if getattr(event, "tag", None) is not None:
+                raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_NESTING:
+                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
         return yaml.load(text, Loader=_Loader)
     except OffbeatError:
         raise
@@ -175,18 +180,6 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return super().construct_mapping(node, deep)
 
 
-def _check_yaml_events(text: str, origin: str, what: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):
-            raise OffbeatError(f"{origin}: YAML aliases are not allowed in a {what}")
-        if getattr(event, "tag", None) is not None:
-            raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_NESTING:
-            raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
-
-
 def _name(path: str | os.PathLike[str]) -> str:
     """The path as text without characters that would break the sentence."""
     text = os.fspath(path)
@@ -201,12 +194,9 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _refuse_constant(name: str) -> float:
-    raise OffbeatError(f"not valid JSON: the number {name} is not allowed")
-
-
-def _finite_float(text: str) -> float:
+def _finite(text: str) -> float:
     number = float(text)
-    if not math.isfinite(number):
-        raise OffbeatError(f"not valid JSON: the number {text[:40]} is too large")
-    return number
+    if math.isfinite(number):
+        return number
+    named = text.endswith(("NaN", "Infinity"))
+    raise OffbeatError(f"not valid JSON: the number {text[:40]} is {'not allowed' if named else 'too large'}")

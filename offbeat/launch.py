@@ -37,10 +37,7 @@ class RankEnd:
 
 
 class RankProcess(subprocess.Popen[bytes]):
-    """One rank. It leads its session and process group, which gets its signals.
-
-    Ctrl-C reaches the launcher alone, which ends the ranks; a traceback of each would hide the reason.
-    """
+    """One rank, which leads a session of its own: Ctrl-C reaches the launcher alone, which signals its whole group."""
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
         super().__init__(argv, start_new_session=True, **options)
@@ -119,8 +116,7 @@ class Job:
         self.poll()
         late: Outcome = "timed out" if timed_out else "stopped"
         self._end()
-        age = self.age_seconds
-        ends = []
+        ends, age = [], self.age_seconds
         for place, (rank, process) in enumerate(zip(self.ranks, self.processes, strict=True)):
             outcome = "exited" if place in self.ended else late
             stdout, stderr = map(self._text, self._outputs[place]) if self.captured else ("", "")

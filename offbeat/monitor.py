@@ -125,7 +125,11 @@ class Monitor(AbstractContextManager["Monitor"]):
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return
         if tensorboard is not None:
-            self._writer = _tensorboard(tensorboard)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise OffbeatError("tensorboard is not installed: run pip install 'offbeat[tensorboard]'") from None
+            self._writer = SummaryWriter(str(tensorboard))
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, prepend=True),
             register_optimizer_step_post_hook(self._optimizer_stepped),
@@ -199,9 +203,11 @@ class Monitor(AbstractContextManager["Monitor"]):
             exposed, network = self._sample.take(seconds)
             strategy = f"{engine.plan.strategy.name} in {engine.mode} mode"
         elif isinstance(self.model, DistributedDataParallel):
-            # DDP's averages go back to its first steps, which may have been slower.
-            exposed, network = (each and min(each, seconds) for each in _ddp_counters(self.model))
-            strategy = "DDP"
+            # Seconds per step by the nanosecond counters of DDP's reducer, whose averages go back to slower first steps.
+            data, strategy = ddp_counters(self.model), "DDP"
+            sent, hidden = (data.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
+            if sent:
+                exposed, network = (min(each / 1e9, seconds) for each in (max(0, sent - hidden), sent))
         return Reading(self.steps, seconds, exposed, network, self.predicted_seconds, strategy)
 
     def _measure(self, runtime: Any) -> Generator[None, None, None]:
@@ -253,10 +259,7 @@ class _Sample:
             self.seconds += seconds
 
     def take(self, step_seconds: float) -> tuple[float | None, float | None]:
-        """Seconds of a step in which this rank waited, and in which a collective was under way; starts over.
-
-        They are scaled to `step_seconds`, because observed steps may be longer than others.
-        """
+        """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer); starts over."""
         waited, sent, seconds = self.waited, self.sent, self.seconds
         self.waited, self.sent, self.seconds = 0.0, [], 0.0
         if not seconds:
@@ -287,18 +290,3 @@ def _predict(runtime: Any, lines: list[dict[str, Any]]) -> float | None:
         # A job must not end because it could not be predicted.
         log.warning("offbeat shows no prediction, because the recorded steps cannot be replayed: %s", error)
         return None
-
-
-def _ddp_counters(model: DistributedDataParallel) -> tuple[float | None, float | None]:
-    """(exposed, under way) seconds per step by the nanosecond counters of DDP's reducer."""
-    data = ddp_counters(model)
-    sent, hidden = (data.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
-    return (max(0, sent - hidden) / 1e9, sent / 1e9) if sent else (None, None)
-
-
-def _tensorboard(folder: str | os.PathLike[str]) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise OffbeatError("tensorboard is not installed: run pip install 'offbeat[tensorboard]'") from None
-    return SummaryWriter(str(folder))

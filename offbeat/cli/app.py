@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from offbeat.cli.show import say
 from offbeat.errors import OffbeatError
@@ -24,14 +25,14 @@ app = typer.Typer(
 # Typer brings its own copy of click in new releases and uses the installed one in old ones.
 _UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Model = Annotated[str, typer.Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")]
-Scale = Annotated[float | None, typer.Option(help="Size of the zoo model, above 0 and at most 1.")]
-Cluster = Annotated[str, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file.")]
-SavedStrategy = Annotated[Path | None, typer.Option("-o", "--output", help="Save the strategy here.")]
-Trace = Annotated[Path, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
-Ranks = Annotated[int, typer.Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
-Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds after which the job is ended.")]
+Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
+Model = Annotated[str, Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")]
+Scale = Annotated[float | None, Option(help="Size of the zoo model, above 0 and at most 1.")]
+Cluster = Annotated[str, Option(metavar="NAME|FILE", help="A preset or a cluster file.")]
+SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="Save the strategy here.")]
+Trace = Annotated[Path, Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
+Ranks = Annotated[int, Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
+Timeout = Annotated[float | None, Option(min=0, help="Seconds after which the job is ended.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @app.callback(invoke_without_command=True)
 def offbeat(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         from offbeat import __version__

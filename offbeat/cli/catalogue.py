@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from offbeat import units
 from offbeat.cli.app import Json, app
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: offbeat models --counts")
 def models(
-    counts: Annotated[bool, typer.Option("--counts", help="Count parameters and variables (loads torch).")] = False,
-    scale: Annotated[float, typer.Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
+    counts: Annotated[bool, Option("--counts", help="Count parameters and variables (loads torch).")] = False,
+    scale: Annotated[float, Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """List the models of the zoo."""
@@ -33,8 +33,8 @@ def models(
 
 @app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
 def clusters(
-    cluster: Annotated[str | None, typer.Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the cluster as a file.")] = False,
+    cluster: Annotated[str | None, Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
+    as_yaml: Annotated[bool, Option("--yaml", help="Print the cluster as a file.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the cluster presets, or check and show one cluster."""
@@ -47,7 +47,19 @@ def clusters(
         return
     spec = load_cluster(cluster)
     summary = _summary(spec) | {"digest": spec.digest}
-    nodes = [_node_summary(spec, index) for index in range(len(spec.nodes))]
+    nodes = [
+        {
+            "node": node.name,
+            "ranks": "-".join(map(str, sorted({ranks[0], ranks[-1]}))),
+            "device": node.device,
+            "memory": units.format_bytes(node.memory),
+            "peak": units.format_flops(node.peak_flops),
+            "bandwidth": units.format_bandwidth(node.bandwidth),
+            "latency": units.format_seconds(node.latency),
+            "inside": units.format_bandwidth(node.intra_bandwidth),
+        }
+        for node, ranks in zip(spec.nodes, map(spec.ranks_of, range(len(spec.nodes))), strict=True)
+    ]
     if as_yaml:
         print(spec.to_yaml(), end="")
     elif as_json:
@@ -63,11 +75,14 @@ def builders(as_json: Json = False) -> None:
     """List the strategy builders and their options."""
     from offbeat.strategy import builders as names
 
-    print_rows(
-        [_describe_builder(name) for name in names()],
-        as_json,
-        options=lambda options: " ".join(f"{name}={default}" for name, default in options.items()) or "-",
-    )
+    rows = []
+    for name in names():
+        # One builder per file, called what it is registered as.
+        build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
+        options = list(inspect.signature(build).parameters.values())[2:]
+        summary = (inspect.getdoc(build) or "").partition("\n")[0]
+        rows.append({"builder": name, "summary": summary, "options": {each.name: each.default for each in options}})
+    print_rows(rows, as_json, options=lambda given: " ".join(f"{name}={value}" for name, value in given.items()) or "-")
 
 
 def load_cluster(text: str) -> "ClusterSpec":
@@ -108,29 +123,4 @@ def _summary(spec: "ClusterSpec") -> dict[str, Any]:
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "bandwidth": ", ".join(units.format_bandwidth(rate) for rate in rates),
         "dollars_per_hour": spec.total_price_per_hour,
-    }
-
-
-def _node_summary(spec: "ClusterSpec", index: int) -> dict[str, Any]:
-    node, ranks = spec.nodes[index], spec.ranks_of(index)
-    return {
-        "node": node.name,
-        "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}",
-        "device": node.device,
-        "memory": units.format_bytes(node.memory),
-        "peak": units.format_flops(node.peak_flops),
-        "bandwidth": units.format_bandwidth(node.bandwidth),
-        "latency": units.format_seconds(node.latency),
-        "inside": units.format_bandwidth(node.intra_bandwidth),
-    }
-
-
-def _describe_builder(name: str) -> dict[str, Any]:
-    # One builder per file, called what it is registered as.
-    build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
-    options = list(inspect.signature(build).parameters.values())[2:]
-    return {
-        "builder": name,
-        "summary": (inspect.getdoc(build) or "").partition("\n")[0],
-        "options": {option.name: option.default for option in options},
     }

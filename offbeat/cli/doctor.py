@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-import typer
+from typer import Exit
 
 from offbeat import units
 from offbeat.cli.app import Json, app
@@ -21,15 +21,13 @@ PROBE_SECONDS = 60
 MINIMUM_PYTHON = (3, 11)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One feature of the machine."""
+class Finding(NamedTuple):
+    """One feature of the machine; training is impossible without a required one."""
 
     what: str
     works: bool
     verdict: str
     required: bool = False
-    """Training is impossible without it."""
 
 
 @app.command(epilog="Example: offbeat doctor")
@@ -38,7 +36,7 @@ def doctor(as_json: Json = False) -> None:
     with progress("checking this machine"):
         findings = examine()
     print_rows([{"what": f.what, "works": f.works, "verdict": f.verdict} for f in findings], as_json)
-    raise typer.Exit(0 if all(finding.works for finding in findings if finding.required) else 1)
+    raise Exit(int(any(finding.required and not finding.works for finding in findings)))
 
 
 def examine() -> list[Finding]:
@@ -81,7 +79,13 @@ def _kernel() -> list[Finding]:
     if sys.platform != "linux":
         verdict = "needs Linux: emulated hosts would share the loopback interface"
         return [*findings, Finding("emulation", False, verdict)]
-    tried = _probed()
+    # In a child process, because a process cannot leave a namespace.
+    command = [sys.executable, "-c", "from offbeat.cli.doctor import probe; probe()"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        tried = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        tried = {}
     for what, use in (
         ("user namespaces", "hosts can be emulated without root"),
         ("network namespaces", "each emulated host has a network of its own"),
@@ -93,18 +97,8 @@ def _kernel() -> list[Finding]:
     return findings
 
 
-def _probed() -> dict[str, str]:
-    """Runs `probe` in a child process, because a process cannot leave a namespace: '' for what works, else why not."""
-    command = [sys.executable, "-c", "from offbeat.cli.doctor import probe; probe()"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-        return json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        return {}
-
-
 def probe() -> None:
-    """Tries the steps of an emulated cluster in the calling process and prints the result of each as JSON."""
+    """Tries the steps of an emulated cluster in this process and prints as JSON '' for what works, else why not."""
     from offbeat.emulate import linux
 
     results: dict[str, str] = {}

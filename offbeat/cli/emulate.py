@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, TextIO
 
-import typer
+from typer import Argument, Exit, Option
 
 from offbeat.cli.app import Json, app
 from offbeat.cli.show import print_json, say_ended, stdout_to_stderr
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s -- train.py --steps 10")
 def emulate(
-    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The training script.")],
-    hosts: Annotated[int, typer.Option(min=1, help="Emulated hosts.")] = 2,
-    bandwidth: Annotated[str, typer.Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
+    script: Annotated[list[str], Argument(metavar="-- SCRIPT [ARGS]...", help="The training script.")],
+    hosts: Annotated[int, Option(min=1, help="Emulated hosts.")] = 2,
+    bandwidth: Annotated[str, Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
+    ranks_per_host: Annotated[int, Option(min=1, help="Processes on each host.")] = 1,
+    timeout: Annotated[float, Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Run a script on an emulated cluster: hosts joined by links of limited bandwidth."""
@@ -41,7 +41,7 @@ def emulate(
         say_ended(code, timeout)
     if as_json:
         print_json({"hosts": hosts, "ranks": hosts * ranks_per_host, "exit_code": code})
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | None) -> int:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from offbeat import units
 from offbeat.cli.app import Cluster, Json, Model, Scale, app
@@ -14,7 +14,7 @@ from offbeat.cli.show import print_facts, print_json, print_rows, progress
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from offbeat.search.frontier.find import ModelFrontier, ProfileRow
+    from offbeat.search.frontier.find import ModelFrontier
     from offbeat.search.frontier.model import FrontierPoint
 
 _SHOWN = 12
@@ -24,22 +24,16 @@ _SHOWN = 12
 def frontier(  # noqa: PLR0917 - Typer makes one option of each
     model: Model,
     cluster: Cluster,
-    mini_time: Annotated[bool, typer.Option("--mini-time", help="The fastest that fits in the memory.")] = False,
-    mini_parallelism: Annotated[
-        bool, typer.Option("--mini-parallelism", help="The fewest devices on which it fits.")
-    ] = False,
-    profile: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="The fastest for each number of devices.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
-    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Use only the first so many devices.")] = None,
+    mini_time: Annotated[bool, Option("--mini-time", help="The fastest that fits in the memory.")] = False,
+    mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="The fewest devices where it fits.")] = False,
+    profile: Annotated[str | None, Option(metavar="N,N,…", help="The fastest for each number of devices.")] = None,
+    memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
+    margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
+    price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Use only the first so many devices.")] = None,
     scale: Scale = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the frontier as SVG here.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Save the frontier or the strategy here.")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the frontier as SVG here.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the frontier of time and memory over ways to split a model's operators."""
@@ -55,7 +49,12 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     if profile is not None:
         with progress("tracking a frontier for each number of devices"):
             rows = profile_devices(graph, spec, counts, limit, margin=margin, price_per_device_hour=price)
-        print_rows([_profile_row(row) for row in rows], as_json)
+        shown = []
+        for row in rows:
+            time, used = (row.point.time_seconds, round(row.point.memory_bytes)) if row.point else (None, None)
+            best = {"devices": row.devices, "time_seconds": time, "memory_bytes": used}
+            shown.append(best | {"dollars_per_step": row.dollars_per_step})
+        print_rows(shown, as_json)
         return
     with progress("tracking the frontier"):
         found = find_frontier(graph, spec, devices=devices, margin=margin)
@@ -94,15 +93,6 @@ def _all(found: "ModelFrontier", as_json: bool) -> None:
     print_rows(shown, as_json=False)
     for note in dict.fromkeys(found.notes):
         print(note)
-
-
-def _profile_row(row: "ProfileRow") -> dict[str, Any]:
-    return {
-        "devices": row.devices,
-        "time_seconds": None if row.point is None else row.point.time_seconds,
-        "memory_bytes": None if row.point is None else round(row.point.memory_bytes),
-        "dollars_per_step": row.dollars_per_step,
-    }
 
 
 def _facts(point: "FrontierPoint") -> dict[str, Any]:

@@ -5,11 +5,11 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from offbeat.cli.app import Cluster, Json, Model, SavedStrategy, Scale, app
 from offbeat.cli.catalogue import load_cluster
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def plan(
     model: Model,
     cluster: Cluster,
-    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
+    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Derive this rank's part alone.")] = None,
+    rank: Annotated[int | None, Option(min=0, help="Derive this rank's part alone.")] = None,
     output: SavedStrategy = None,
     as_json: Json = False,
 ) -> None:
@@ -52,8 +52,7 @@ def plan(
 def capture_model(text: str, scale: float | None) -> "ModelGraph":
     """The graph of a zoo model, or of what the named function returns; shows that it is under way."""
     with progress(f"capturing {text}"):
-        module, colon, function = text.partition(":")
-        if not colon:
+        if ":" not in text:
             from offbeat import zoo
 
             return zoo.capture(text, 1.0 if scale is None else scale)
@@ -61,13 +60,14 @@ def capture_model(text: str, scale: float | None) -> "ModelGraph":
             raise OffbeatError(f"--scale: {scale} applies to models of the zoo, not to {text!r}")
         from offbeat.graph import capture
 
-        return capture(*_call(text, module, function))
+        return capture(*_call(text))
 
 
 def summarise(plan: "Plan") -> dict[str, Any]:
     """A plan's traffic and memory as plain values; for one rank's part, only what that rank takes part in."""
     graph, strategy = plan.graph, plan.strategy
     largest = max(plan.messages, key=lambda message: message.bytes)
+    held, more = largest.variables[:3], len(largest.variables) - 3
     return {
         "model": graph.name,
         "captured_by": graph.source,
@@ -86,8 +86,8 @@ def summarise(plan: "Plan") -> dict[str, Any]:
         "messages": dict(Counter(message.synchronizer for message in plan.messages)),
         "collectives": dict(Counter(task.kind for task in plan.communication)),
         "largest_message_bytes": largest.bytes,
-        "largest_message_holds": _named(largest.variables),
-        "wire_bytes": sum(received_bytes(task) for task in plan.communication),
+        "largest_message_holds": ", ".join(held) + (f" and {more} more" if more > 0 else ""),
+        "wire_bytes": sum(map(_received_bytes, plan.communication)),
         "busiest_ranks_send_bytes": round(plan.link_bytes),
         "parameter_bytes": graph.parameter_bytes,
         "gradient_bytes": sum(variable.bytes for variable in graph.gradient_order),
@@ -95,16 +95,17 @@ def summarise(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def received_bytes(task: "Task") -> int:
+def _received_bytes(task: "Task") -> int:
     """Bytes that all participants of a collective receive together, by a ring or from rank to rank."""
     size = len(task.ranks)
     copies = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1)}
     return task.wire_bytes * copies.get(task.kind, size - 1)
 
 
-def _call(text: str, module: str, function: str) -> tuple[Any, Any]:
+def _call(text: str) -> tuple[Any, Any]:
     # As `python -m` has it; the installed command starts without the working directory.
     sys.path.insert(0, os.getcwd())
+    module, _, function = text.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)()
     except OffbeatError:
@@ -144,7 +145,3 @@ def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             options[name] = value
     return options
-
-
-def _named(variables: Sequence[str]) -> str:
-    return ", ".join(variables[:3]) + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
+from offbeat import units
 from offbeat.cli.app import Json, Ranks, Timeout, Trace, app
 from offbeat.cli.show import print_facts, print_json, progress, require_folder, say, say_ended, stdout_to_stderr
 from offbeat.errors import OffbeatError
@@ -17,12 +18,12 @@ from offbeat.errors import OffbeatError
     context_settings={"ignore_unknown_options": True},
 )
 def profile(
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script, unmodified.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
+    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="The training script, unmodified.")],
+    output: Annotated[Path, Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
     ranks: Ranks = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 20,
-    plain_steps: Annotated[int, typer.Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
-    run_on: Annotated[bool, typer.Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
+    steps: Annotated[int, Option(min=1, help="Steps to record.")] = 20,
+    plain_steps: Annotated[int, Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
+    run_on: Annotated[bool, Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +47,7 @@ def profile(
         code = run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
     if code:
         say_ended(code, timeout)
-        raise typer.Exit(code)
+        raise Exit(code)
     print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
 
 
@@ -55,14 +56,14 @@ def replay(
     trace: Trace,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="CHANGE",
             help="bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, "
             "straggler=3:2x or wire=fp16; several are applied together.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Save the predicted timeline (.json, .json.gz) for Perfetto.")
+        Path | None, Option("-o", "--output", help="Save the predicted timeline (.json, .json.gz) for Perfetto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -110,9 +111,9 @@ def replay(
 
 @app.command(epilog="Example: offbeat calibrate -o cluster.yaml -n 4")
 def calibrate(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Processes to start on this machine.")] = 2,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which it is ended.")] = 600.0,
+    output: Annotated[Path, Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
+    ranks: Annotated[int, Option("-n", "--ranks", min=2, help="Processes to start on this machine.")] = 2,
+    timeout: Annotated[float, Option(min=0, help="Seconds after which it is ended.")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Measure what collectives cost, on this machine or (under torchrun) among the job's ranks."""
@@ -130,7 +131,21 @@ def calibrate(
             code = run_script(["-m", "offbeat.profile.calibrate", str(output)], ranks, timeout=timeout)
         if code:
             raise OffbeatError(f"{output}: not written, because a rank ended with exit code {code}")
-    print_facts(_calibrated(output), as_json)
+    from offbeat.cluster import ClusterSpec
+
+    spec = ClusterSpec.load(output)
+    node, several = spec.nodes[0], len(spec.nodes) > 1
+    facts = {
+        "cluster": str(output),
+        "nodes": len(spec.nodes),
+        "ranks": spec.world_size,
+        "bandwidth": units.format_bandwidth(node.bandwidth) if several else None,
+        "latency_seconds": node.latency if several else None,
+        "bandwidth_inside": units.format_bandwidth(node.intra_bandwidth) if node.devices > 1 else None,
+        "latency_inside_seconds": node.intra_latency if node.devices > 1 else None,
+        "tables": len(spec.tables),
+    }
+    print_facts(facts, as_json)
 
 
 def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
@@ -162,23 +177,4 @@ def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
         "recorder_overhead": overhead,
         "collectives_per_step": len(middle.communication),
         "communication_bytes": sum(row.bytes for row in middle.communication),
-    }
-
-
-def _calibrated(path: Path) -> dict[str, Any]:
-    from offbeat import units
-    from offbeat.cluster import ClusterSpec
-
-    spec = ClusterSpec.load(path)
-    node = spec.nodes[0]
-    across = len(spec.nodes) > 1
-    return {
-        "cluster": str(path),
-        "nodes": len(spec.nodes),
-        "ranks": spec.world_size,
-        "bandwidth": units.format_bandwidth(node.bandwidth) if across else None,
-        "latency_seconds": node.latency if across else None,
-        "bandwidth_inside": units.format_bandwidth(node.intra_bandwidth) if node.devices > 1 else None,
-        "latency_inside_seconds": node.intra_latency if node.devices > 1 else None,
-        "tables": len(spec.tables),
     }

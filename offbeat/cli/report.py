@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from offbeat.cli.app import Json, Scale, Trace, app
 from offbeat.cli.catalogue import load_cluster
@@ -24,18 +24,12 @@ DEFAULT_PORT = 8620
 @app.command(epilog="Example: offbeat report trace/ -o report.html")
 def report(
     trace: Trace,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
-    strategy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Explain this strategy beside the one that ran.")
-    ] = None,
-    frontier: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A saved frontier, to be drawn in the report.")
-    ] = None,
-    predicted: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A saved timeline that was predicted, to compare with.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="What the page is called; the trace's name by default.")] = "",
-    what_ifs: Annotated[bool, typer.Option(help="Replay what would help most.")] = True,
+    output: Annotated[Path, Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
+    strategy: Annotated[Path | None, Option(metavar="FILE", help="Another strategy to explain.")] = None,
+    frontier: Annotated[Path | None, Option(metavar="FILE", help="A saved frontier to draw in the report.")] = None,
+    predicted: Annotated[Path | None, Option(metavar="FILE", help="A predicted timeline to compare with.")] = None,
+    title: Annotated[str, Option(help="What the page is called; the trace's name by default.")] = "",
+    what_ifs: Annotated[bool, Option(help="Replay what would help most.")] = True,
     as_json: Json = False,
 ) -> None:
     """Write one HTML file, for any browser and offline: where the step goes, the timeline, and what would help."""
@@ -78,18 +72,12 @@ def report(
 
 @app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")
 def view(
-    trace: Annotated[
-        Path | None, typer.Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Look at a zoo model, or pkg.mod:function, that was not recorded.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Where the model would run: a preset or a cluster file.")
-    ] = None,
+    trace: Annotated[Path | None, Argument(help="A recording, torch.profiler's traces, or a saved timeline.")] = None,
+    model: Annotated[str | None, Option(help="A zoo model, or pkg.mod:function, that was not recorded.")] = None,
+    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file: where it would run.")] = None,
     scale: Scale = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULT_PORT,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULT_PORT,
+    open_browser: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
     as_json: Json = False,
 ) -> None:
     """Serve a page on this machine that replays the job while you change bandwidth, workers, strategy and more."""
@@ -115,10 +103,7 @@ def view(
 
 @contextmanager
 def opening_page(url: str) -> Generator[None, None, None]:
-    """Opens an address in the browser by way of a file that only this user can read, for as long as the block runs.
-
-    On the browser's command line every user of the machine could read the token.
-    """
+    """Opens an address in the browser by way of a file only this user can read; a command line would show its token."""
     import webbrowser
 
     with tempfile.NamedTemporaryFile("w", prefix="offbeat-view-", suffix=".html") as page:

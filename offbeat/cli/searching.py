@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from offbeat.cli.app import Json, Ranks, SavedStrategy, Scale, Timeout, app
 from offbeat.cli.catalogue import load_cluster
@@ -16,13 +16,11 @@ from offbeat.errors import OffbeatError
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
 def optimize(
-    source: Annotated[str, typer.Argument(help="A recorded folder, a zoo model, or pkg.mod:function.")],
+    source: Annotated[str, Argument(help="A recorded folder, a zoo model, or pkg.mod:function.")],
     output: SavedStrategy = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="A preset or a cluster file; a recording knows its own.")
-    ] = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds to search.")] = 30.0,
+    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.")] = None,
+    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
+    time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     scale: Scale = None,
     as_json: Json = False,
 ) -> None:
@@ -39,7 +37,7 @@ def optimize(
     if as_json:
         print_json(explanation.to_dict() | {"output": None if output is None else str(output)})
     else:
-        typer.echo(explanation.text())
+        print(explanation.text())
 
 
 @app.command(
@@ -47,8 +45,8 @@ def optimize(
     context_settings={"ignore_unknown_options": True},
 )
 def run(
-    script: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
-    strategy: Annotated[str, typer.Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
+    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
+    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
     ranks: Ranks = 1,
     timeout: Timeout = None,
     as_json: Json = False,
@@ -63,7 +61,10 @@ def run(
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
         if inside_job():
-            _run_here(script, variables)
+            from offbeat.profile.attach import run_script as run_here
+
+            os.environ.update(variables)
+            run_here(script[0], script[1:])
         else:
             with stdout_to_stderr(as_json):
                 code = run_script(script, ranks, variables, timeout)
@@ -72,19 +73,11 @@ def run(
                 print_json(facts | {"distributed": called.exists()})
             if code:
                 say_ended(code, timeout)
-                raise typer.Exit(code)
+                raise Exit(code)
         if not called.exists():
             raise OffbeatError(
                 f"{script[0]}: it ended without a call of offbeat.distribute, so the strategy {strategy!r} was not used"
             )
-
-
-def _run_here(script: list[str], variables: dict[str, str]) -> None:
-    """Runs the script in this process; returns when it has ended well."""
-    from offbeat.profile.attach import run_script
-
-    os.environ.update(variables)
-    run_script(script[0], script[1:])
 
 
 def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, Any, Any]:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,13 @@ def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Form
     _print(table)
 
 
-@contextmanager
-def progress(what: str) -> Generator[None, None, None]:
+def progress(what: str) -> AbstractContextManager[object]:
     """A spinner while the block runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield
-        return
+        return nullcontext()
     from rich.console import Console
 
-    with Console(stderr=True, markup=False).status(what):
-        yield
+    return Console(stderr=True, markup=False).status(what)
 
 
 @contextmanager

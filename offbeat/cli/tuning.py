@@ -2,11 +2,12 @@
 
 import math
 import sys
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from offbeat import units
 from offbeat.cli.app import INTERRUPTED, Json, app
@@ -20,37 +21,33 @@ if TYPE_CHECKING:
     from offbeat.search.auto.tune import Progress, TuneResult
 
 STORE = Path("offbeat-trials.sqlite")
-Store = Annotated[Path, typer.Option(metavar="FILE", help="The trial store.")]
+Store = Annotated[Path, Option(metavar="FILE", help="The trial store.")]
 
 
 @app.command(
     epilog="Example: offbeat tune train.py --trials 20 --hosts 4 --bandwidth 1Gbit/s -o strategy.json -- --batch 8"
 )
 def tune(
-    script: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [-- ARGS]...", help="A training script, or pkg.mod:function.")
-    ],
+    script: Annotated[list[str], Argument(metavar="SCRIPT [-- ARGS]...", help="A script, or pkg.mod:function.")],
     *,
-    trials: Annotated[int, typer.Option(min=1, help="Strategies to run.")] = 20,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the best strategy goes.")] = Path(
-        "strategy.json"
-    ),
+    trials: Annotated[int, Option(min=1, help="Strategies to run.")] = 20,
+    output: Annotated[Path, Option("-o", "--output", help="Where the best strategy goes.")] = Path("strategy.json"),
     store: Store = STORE,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine.")] = 2,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, envvar="NODE_RANK", help="Which of them this one is.")] = 0,
-    master_addr: Annotated[str, typer.Option(envvar="MASTER_ADDR", help="Address of node 0.")] = "127.0.0.1",
-    master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Emulate so many hosts instead.")] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
-    cluster: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
-    guide: Annotated[str, typer.Option(help="combined, replay, autosync, predefined or random.")] = "combined",
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler.")] = 0,
-    warm_up: Annotated[int, typer.Option(min=1, help="Untimed steps of a trial.")] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a trial.")] = 40,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a trial has hung.")] = 300.0,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for the whole search.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the latest search for this model.")] = False,
+    ranks: Annotated[int, Option("-n", "--ranks", min=1, help="Ranks on this machine.")] = 2,
+    nnodes: Annotated[int, Option(min=1, help="Machines; run the same command on each.")] = 1,
+    node_rank: Annotated[int, Option(min=0, envvar="NODE_RANK", help="Which of them this one is.")] = 0,
+    master_addr: Annotated[str, Option(envvar="MASTER_ADDR", help="Address of node 0.")] = "127.0.0.1",
+    master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
+    hosts: Annotated[int | None, Option(min=1, help="Emulate so many hosts instead.")] = None,
+    bandwidth: Annotated[str, Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
+    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
+    guide: Annotated[str, Option(help="combined, replay, autosync, predefined or random.")] = "combined",
+    seed: Annotated[int, Option(min=0, help="Of the sampler.")] = 0,
+    warm_up: Annotated[int, Option(min=1, help="Untimed steps of a trial.")] = 10,
+    steps: Annotated[int, Option(min=1, help="Timed steps of a trial.")] = 40,
+    timeout: Annotated[float, Option(min=1, help="Seconds after which a trial has hung.")] = 300.0,
+    time_limit: Annotated[float | None, Option(min=0, help="Seconds for the whole search.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the latest search for this model.")] = False,
     as_json: Json = False,
 ) -> None:
     """Try strategies on the real job, learn from each, and save the best."""
@@ -65,7 +62,12 @@ def tune(
         if hosts is not None:
             raise OffbeatError(f"--hosts {hosts}: an emulated cluster is on one machine, not on --nnodes {nnodes}")
         if node_rank:
-            _follow(nnodes, node_rank, master_addr, master_port, ranks, as_json)
+            from offbeat.search.auto.nodes import Meeting, follow
+
+            leader = f"{master_addr}:{master_port}"
+            with progress(f"taking part in the search that node 0 leads at {leader}"):
+                jobs = follow(Meeting(nnodes, node_rank, master_addr, master_port), ranks)
+            print_facts({"node_rank": node_rank, "jobs": jobs, "led_by": leader}, as_json)
             return
     master = (master_addr, master_port)
     with stdout_to_stderr(), _machines(ranks, nnodes, master, hosts, bandwidth) as machines:
@@ -88,15 +90,15 @@ def tune(
     if result.best is None:
         raise OffbeatError(f"none of the {len(result.trials)} trials came to its end; `offbeat trials` shows why")
     if result.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise Exit(INTERRUPTED)
 
 
 @app.command(epilog="Example: offbeat trials --store trials.sqlite --export folder/")
 def trials(
     store: Store = STORE,
-    export: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write all trials as JSON lines.")] = None,
-    import_from: Annotated[Path | None, typer.Option("--import", metavar="FOLDER", help="Read such a folder.")] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Show only so many, fastest first.")] = None,
+    export: Annotated[Path | None, Option(metavar="FOLDER", help="Write all trials as JSON lines.")] = None,
+    import_from: Annotated[Path | None, Option("--import", metavar="FOLDER", help="Read such a folder.")] = None,
+    best: Annotated[int | None, Option(min=1, help="Show only so many, fastest first.")] = None,
     as_json: Json = False,
 ) -> None:
     """List, export or import the trials that searches have stored."""
@@ -121,17 +123,16 @@ def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:
     """The result of a search as plain values."""
     best, baseline = result.best, result.baseline_seconds
     seconds = None if best is None else best.seconds
-    statuses = [trial.status for trial in result.trials]
     return {
         "search": result.search,
         "trials": len(result.trials),
-        "statuses": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
+        "statuses": dict(Counter(trial.status for trial in result.trials)),
         "best_seconds": seconds,
         "predicted_seconds": None if best is None else best.predicted_seconds,
         "best_builder_seconds": baseline,
         "speedup_over_best_builder": None if not (seconds and baseline) else baseline / seconds,
-        "hit_rate": _number(result.hit_rate),
-        "ranking_accuracy": _number(result.accuracy),
+        "hit_rate": None if math.isnan(result.hit_rate) else result.hit_rate,
+        "ranking_accuracy": None if math.isnan(result.accuracy) else result.accuracy,
         "interrupted": result.interrupted,
         "strategy": None if best is None else str(output),
     }
@@ -169,15 +170,6 @@ def _machines(
     return nullcontext(LocalRanks(ranks))
 
 
-def _follow(nodes: int, node_rank: int, address: str, port: int, ranks: int, as_json: bool) -> None:
-    """Runs this node's ranks of every trial that node 0 starts."""
-    from offbeat.search.auto.nodes import Meeting, follow
-
-    with progress(f"taking part in the search that node 0 leads at {address}:{port}"):
-        jobs = follow(Meeting(nodes, node_rank, address, port), ranks)
-    print_facts({"node_rank": node_rank, "jobs": jobs, "led_by": f"{address}:{port}"}, as_json)
-
-
 def _rows(store: "TrialStore", best: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
@@ -197,7 +189,3 @@ def _rows(store: "TrialStore", best: int | None) -> list[dict[str, Any]]:
     if best is None:
         return rows
     return sorted((row for row in rows if row["status"] == "done"), key=lambda row: row["step_seconds"])[:best]
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

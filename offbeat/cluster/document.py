@@ -5,6 +5,8 @@ Equal nodes are merged into one with `count`, and a number gets a unit wherever 
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count, takewhile
+from operator import eq
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +63,15 @@ def render_yaml(cluster: "ClusterSpec") -> str:
 
 
 def _merged(nodes: tuple[Node, ...]) -> list[dict[str, Any]]:
-    """The entries of a file: nodes that are equal and named in order make one entry with `count`."""
+    """The entries of a file: equal nodes that are named in order or by position make one entry with `count`."""
     entries: list[dict[str, Any]] = []
     start = 0
     while start < len(nodes):
         first = nodes[start]
         stem = "" if first.name == f"node{start}" else first.name.removesuffix("-0")
-        length = 1 if first.address else _run_length(nodes, start, stem)
+        named = (first.named(f"{stem}-{index}" if stem else f"node{start + index}") for index in count())
+        alike = takewhile(bool, map(eq, nodes[start:], named))
+        length = 1 if first.address else max(1, sum(alike))
         entry = _readable(first)
         if length > 1:
             entry.pop("name")
@@ -75,15 +79,6 @@ def _merged(nodes: tuple[Node, ...]) -> list[dict[str, Any]]:
         entries.append(entry)
         start += length
     return entries
-
-
-def _run_length(nodes: tuple[Node, ...], start: int, stem: str) -> int:
-    """How many nodes from `start` are equal and named stem-0, stem-1, …, or by their position where stem is ''."""
-    for length in range(len(nodes) - start):
-        name = f"{stem}-{length}" if stem else f"node{start + length}"
-        if nodes[start + length] != nodes[start].named(name):
-            return max(length, 1)
-    return len(nodes) - start
 
 
 def _readable(part: Node | Link | CollectiveTable) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Sizes are bytes, rates bytes or FLOP per second, times seconds. A file may write any of them with a unit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -223,7 +223,7 @@ class CollectiveTable(_Part):
         return self.model_copy(update={"seconds": seconds})
 
 
-def canonical_groups(groups: Groups) -> Groups:
+def canonical_groups(groups: Iterable[Iterable[int]]) -> Groups:
     """The same device partitioning, whatever order its groups and their ranks were written in."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 

@@ -60,7 +60,7 @@ LOCALHOST = {
     "intra_latency": "160us",
 }
 
-_PRESETS: dict[str, tuple[tuple[int, Node], ...]] = {
+PRESETS: dict[str, tuple[tuple[int, Node], ...]] = {
     "A1": ((16, _TITAN),),
     "A2": ((11, _TITAN),),
     "B1": ((2, _G3_16),),
@@ -88,18 +88,13 @@ _PRESETS: dict[str, tuple[tuple[int, Node], ...]] = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """All presets."""
-    return tuple(_PRESETS)
-
-
 def nodes_of(name: str, nodes: int | None = None) -> tuple[str, tuple[Node, ...]]:
     """The preset's name as listed, and its nodes by kind; `nodes` changes how many there are of the one kind it has."""
-    known = {listed.lower(): listed for listed in _PRESETS}
+    known = {listed.lower(): listed for listed in PRESETS}
     listed = known.get(name.lower()) if isinstance(name, str) else None
     if listed is None:
-        raise OffbeatError(f"there is no cluster preset {units.quote(name)}; the presets are {', '.join(_PRESETS)}")
-    parts = _PRESETS[listed]
+        raise OffbeatError(f"there is no cluster preset {units.quote(name)}; the presets are {', '.join(PRESETS)}")
+    parts = PRESETS[listed]
     if nodes is not None:
         check_node_count(nodes)
         if len(parts) > 1:

@@ -15,19 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offbeat import files, units
-from offbeat.cluster import document, presets
-from offbeat.cluster.parts import (
-    MAX_NODES,
-    Collective,
-    CollectiveTable,
-    Groups,
-    Label,
-    Link,
-    Node,
-    canonical_groups,
-    check_links,
-    check_tables,
-)
+from offbeat.cluster import document, parts, presets
+from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Label, Link, Node, canonical_groups
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
@@ -54,8 +43,8 @@ class ClusterSpec(BaseModel):
     @classmethod
     def _name_all(cls, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         count = sum(node.count or 1 for node in nodes)
-        if count > MAX_NODES:
-            raise OffbeatError(f"{count} nodes are more than the {MAX_NODES} it may have")
+        if count > parts.MAX_NODES:
+            raise OffbeatError(f"{count} nodes are more than the {parts.MAX_NODES} it may have")
         listed = chain.from_iterable(node.listed() for node in nodes)
         named = tuple(node if node.name else node.named(f"node{index}") for index, node in enumerate(listed))
         repeated = [name for name, count in Counter(node.name for node in named).items() if count > 1]
@@ -68,8 +57,8 @@ class ClusterSpec(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        check_links(self.links, self.nodes)
-        check_tables(self.tables, self.nodes)
+        parts.check_links(self.links, self.nodes)
+        parts.check_tables(self.tables, self.nodes)
         return self
 
     @cached_property
@@ -84,11 +73,8 @@ class ClusterSpec(BaseModel):
     @cached_property
     def _link_between(self) -> Mapping[tuple[int, int], Link]:
         index = {node.name: position for position, node in enumerate(self.nodes)}
-        between = {}
-        for link in self.links:
-            a, b = index[link.a], index[link.b]
-            between[a, b] = between[b, a] = link
-        return between
+        ends = ((index[link.a], index[link.b], link) for link in self.links)
+        return {pair: link for a, b, link in ends for pair in ((a, b), (b, a))}
 
     @cached_property
     def _table_of(self) -> Mapping[tuple[str, Groups], CollectiveTable]:
@@ -179,7 +165,7 @@ class ClusterSpec(BaseModel):
 
     def table(self, collective: Collective, groups: Iterable[Iterable[int]]) -> CollectiveTable | None:
         """The measured times of a collective under a device partitioning, whatever the order of groups and ranks."""
-        return self._table_of.get((collective, canonical_groups(tuple(tuple(group) for group in groups))))
+        return self._table_of.get((collective, canonical_groups(groups)))
 
     def subset(self, ranks: int | Sequence[int]) -> "ClusterSpec":
         """The cluster of these ranks, or of the first so many; they are numbered anew, node by node.
@@ -280,7 +266,7 @@ class ClusterSpec(BaseModel):
     @classmethod
     def presets(cls) -> tuple[str, ...]:
         """The names `preset` knows."""
-        return presets.names()
+        return tuple(presets.PRESETS)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "ClusterSpec":

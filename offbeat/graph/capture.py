@@ -82,18 +82,21 @@ def optimizer_state(optimizer: "torch.optim.Optimizer | type[torch.optim.Optimiz
     if optimizer is None:
         return "SGD", 0
     if isinstance(optimizer, str):
-        known = {name.lower(): name for name in _SLOTS}
-        name = known.get(optimizer.lower(), optimizer)
+        name = next((known for known in _SLOTS if known.lower() == optimizer.lower()), optimizer)
         return name, _SLOTS.get(name, _SLOTS_IF_UNKNOWN)
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return optimizer.__name__, _SLOTS.get(optimizer.__name__, _SLOTS_IF_UNKNOWN)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CaptureError(
-            f"optimizer must be a torch.optim.Optimizer, its class or its name, got {type(optimizer).__name__}"
-        )
     name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(f"optimizer must be a torch.optim.Optimizer, its class or its name, got {name}")
     if name not in _SLOTS:
-        return name, _slots_held(optimizer) or _SLOTS_IF_UNKNOWN
+        # The most state tensors of a parameter's shape that it holds for one.
+        held = (
+            sum(getattr(value, "shape", None) == parameter.shape for value in state.values())
+            for parameter, state in optimizer.state.items()
+            if hasattr(parameter, "shape")
+        )
+        return name, max(held, default=0) or _SLOTS_IF_UNKNOWN
     options = {**optimizer.defaults, **optimizer.param_groups[0]}
     extra = bool(options.get("amsgrad")) + bool(options.get("centered"))
     if name in ("SGD", "RMSprop"):
@@ -101,21 +104,10 @@ def optimizer_state(optimizer: "torch.optim.Optimizer | type[torch.optim.Optimiz
     return name, _SLOTS[name] + extra
 
 
-def _slots_held(optimizer: "torch.optim.Optimizer") -> int:
-    """The most state tensors of a parameter's shape that the optimizer holds for one."""
-    return max(
-        (
-            sum(getattr(value, "shape", None) == parameter.shape for value in state.values())
-            for parameter, state in optimizer.state.items()
-            if hasattr(parameter, "shape")
-        ),
-        default=0,
-    )
-
-
 def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Literal["joint", "hooks"]]:
     from offbeat.graph.hooks import trace_hooks
 
+    name = type(step.model).__name__
     try:
         from offbeat.graph.joint import trace_joint
 
@@ -124,33 +116,25 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
         raise
     except Exception as error:
         reason = _sentence(error)
-    if _lacks_data(step):
+    from offbeat.torch_private import FakeTensor
+
+    tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
+    if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError(
-            f"model {type(step.model).__name__} cannot be traced ({reason}), and it cannot be run instead because its "
-            "tensors are fake or on the meta device"
+            f"model {name} cannot be traced ({reason}), and it cannot be run instead because its tensors are fake or "
+            "on the meta device"
         )
     try:
         operators, variables = trace_hooks(step)
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            f"model {type(step.model).__name__} fails on the example inputs: {_sentence(error)}"
-        ) from error
+        raise CaptureError(f"model {name} fails on the example inputs: {_sentence(error)}") from error
     warnings.warn(
-        f"{type(step.model).__name__} was run once because it cannot be traced ({reason}), so its graph is coarser: "
-        "one operator per module",
-        UserWarning,
+        f"{name} was run once because it cannot be traced ({reason}), so its graph is coarser: one operator per module",
         stacklevel=3,
     )
     return operators, variables, "hooks"
-
-
-def _lacks_data(step: "Step") -> bool:
-    from offbeat.torch_private import FakeTensor
-
-    tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
-    return any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors)
 
 
 def _sentence(error: Exception) -> str:
@@ -159,6 +143,5 @@ def _sentence(error: Exception) -> str:
 
     if isinstance(error, DynamicOutputShape | DataDependentOutput):
         return f"its forward depends on the values of a tensor, at {error.func}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0].rstrip(".") if lines else ""
+    text = next(filter(None, map(str.strip, str(error).splitlines())), "").rstrip(".")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

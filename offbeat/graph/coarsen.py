@@ -5,13 +5,11 @@ always run back to back, so the plan, the runtime and the replay work with whole
 dPRO, figure 6). Every operator lies in exactly one segment and the order is kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.graph.model import ModelGraph, Operator, Phase
-
-Marks = dict[str, list[str]]
-"""Variables by the operator that first uses them, or that completes their gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,11 @@ class Segment:
 def segments(graph: ModelGraph) -> tuple[Segment, ...]:
     """Forward is cut before each operator that first uses a variable, backward after each one that completes a
     gradient; each optimizer operator is a segment of its own."""
-    reads = _grouped((v.first_use, v.name) for v in graph.variables)
-    completes = _grouped((v.gradient_from, v.name) for v in graph.gradient_order)
+    reads, completes = defaultdict(list), defaultdict(list)
+    for variable in graph.variables:
+        reads[variable.first_use].append(variable.name)
+    for variable in graph.gradient_order:
+        completes[variable.gradient_from].append(variable.name)
     cut: list[Segment] = []
     phases: tuple[Phase, ...] = ("forward", "backward", "optimizer")
     for phase in phases:
@@ -46,21 +47,16 @@ def segments(graph: ModelGraph) -> tuple[Segment, ...]:
             if begins or not runs or (phase == "backward" and runs[-1][-1].name in completes):
                 runs.append([])
             runs[-1].append(operator)
-        cut += [_segment(phase, index, run, reads, completes) for index, run in enumerate(runs)]
+        marks = reads if phase == "forward" else completes
+        cut += [_segment(phase, index, run, marks) for index, run in enumerate(runs)]
     return tuple(cut)
 
 
-def _grouped(pairs: Iterable[tuple[str | None, str]]) -> Marks:
-    groups: Marks = {}
-    for operator, variable in pairs:
-        if operator is not None:
-            groups.setdefault(operator, []).append(variable)
-    return groups
-
-
-def _segment(phase: Phase, index: int, run: Sequence[Operator], reads: Marks, completes: Marks) -> Segment:
+def _segment(phase: Phase, index: int, run: Sequence[Operator], marks: Mapping[str | None, list[str]]) -> Segment:
+    """`marks` has the variables that each operator of the phase uses first, or whose gradient it completes."""
     measured = [0.0 if op.seconds is None and op.kind == "view" else op.seconds for op in run]
     known = [seconds for seconds in measured if seconds is not None]
+    marked = tuple(variable for operator in run for variable in marks.get(operator.name, ()))
     return Segment(
         name=run[0].name if phase == "optimizer" else f"{phase}.{index}",
         phase=phase,
@@ -69,10 +65,6 @@ def _segment(phase: Phase, index: int, run: Sequence[Operator], reads: Marks, co
         bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in run),
         activation_bytes=sum(operator.activation_bytes for operator in run),
         seconds=sum(known) if len(known) == len(measured) else None,
-        reads=_named(run, reads) if phase == "forward" else (),
-        completes=_named(run, completes) if phase == "backward" else (),
+        reads=marked if phase == "forward" else (),
+        completes=marked if phase == "backward" else (),
     )
-
-
-def _named(run: Sequence[Operator], marks: Marks) -> tuple[str, ...]:
-    return tuple(variable for operator in run for variable in marks.get(operator.name, ()))

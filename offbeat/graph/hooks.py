@@ -8,11 +8,11 @@ its autograd node: nodes are numbered in order, and the numbers at which modules
 
 import bisect
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,12 @@ class _Run:
         )
 
 
-class _Call(NamedTuple):
-    """One call of one module; the model's own has serial 0."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call of one module, equal to no other."""
 
     module: str
     target: str
-    serial: int
 
 
 def trace_hooks(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]:
@@ -119,30 +119,27 @@ class _Recorder(TorchDispatchMode):
         self.runs: list[_Run] = []
         self._first_use: dict[str, str] = {}
         self._gradient_from: dict[str, str] = {}
-        self._linear_rows: dict[str, list[int]] = {}
+        self._linear_rows: dict[str, list[int]] = defaultdict(list)
         self._leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         self._name_of = {id(leaf): name for name, leaf in self._leaves.items()}
-        self._variables_in: dict[int, list[tuple[range, str]]] = {}
+        self._variables_in: dict[int, list[tuple[range, str]]] = defaultdict(list)
         """The bytes that each variable takes up in a storage; slices of one flat buffer share it."""
-        self._root = _Call("", _class_name(step.model), 0)
-        self._stack = [self._root]
-        self._serial = 0
-        self._boundaries: list[tuple[int, _Call]] = [(0, self._root)]
+        self._stack = [_Call("", _class_name(step.model))]
+        self._boundaries = [(0, self._stack[0])]
         self._names: Counter[str] = Counter()
         self._producer: dict[int, _Run] = {}
         self._kept: set[int] = set()
         for name, leaf in self._leaves.items():
             start = leaf.storage_offset() * leaf.element_size()
-            self._variables_in.setdefault(_storage_key(leaf), []).append((range(start, start + leaf.nbytes), name))
+            self._variables_in[_storage_key(leaf)].append((range(start, start + leaf.nbytes), name))
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name))
 
     def enter(self, path: str, module: nn.Module, args: Any) -> None:
-        self._serial += 1
-        self._stack.append(_Call(path, _class_name(module), self._serial))
+        self._stack.append(_Call(path, _class_name(module)))
         self._boundaries.append((torch.autograd._get_sequence_nr(), self._stack[-1]))
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and id(weight) in self._name_of and args and isinstance(args[0], Tensor):
-            self._linear_rows.setdefault(self._name_of[id(weight)], []).append(math.prod(args[0].shape[:-1]))
+            self._linear_rows[self._name_of[id(weight)]].append(math.prod(args[0].shape[:-1]))
 
     def leave(self, path: str) -> None:
         self._stack.pop()
@@ -189,20 +186,20 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self) -> _Run:
         """The current run, or a new one if the operator belongs to another call."""
-        call = self._stack[-1] if self.phase == "forward" else self._call_of_backward()
+        call = self._stack[-1]
+        if self.phase == "backward":
+            number = autograd_node_number()
+            if number is not None and number <= self._boundaries[-1][0]:
+                call = self._boundaries[bisect.bisect_right(self._boundaries, number, key=lambda b: b[0]) - 1][1]
+            elif self.runs:
+                # Between two nodes the engine itself adds and stores gradients.
+                call = self.runs[-1].call
         if not self.runs or (self.runs[-1].call, self.runs[-1].phase) != (call, self.phase):
             base = f"{self.phase}.{call.module or 'model'}"
             count = self._names[base]
             self._names[base] += 1
             self.runs.append(_Run(f"{base}#{count}" if count else base, self.phase, call))
         return self.runs[-1]
-
-    def _call_of_backward(self) -> _Call:
-        number = autograd_node_number()
-        if number is None or number > self._boundaries[-1][0]:
-            # Between two nodes the engine itself adds and stores gradients.
-            return self.runs[-1].call if self.runs else self._root
-        return self._boundaries[bisect.bisect_right(self._boundaries, number, key=lambda b: b[0]) - 1][1]
 
     def describe(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """What was seen of a variable."""

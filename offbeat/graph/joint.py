@@ -13,7 +13,7 @@ RNN layers apart into one set of operators per step.
 
 import operator as builtin
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,25 +25,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx import traceback as fx_traceback
 
+from offbeat import torch_private
 from offbeat.graph import kinds
 from offbeat.graph.model import Operator, Phase, Variable
-from offbeat.graph.step import (
-    Step,
-    make_variables,
-    module_calls,
-    sparse_embeddings,
-    standing_in,
-    tensor_spec,
-    tracing,
-)
-from offbeat.torch_private import (
-    DataDependentOutput,
-    FakeTensorMode,
-    aot_export_joint,
-    as_if_compiling,
-    descriptors,
-    detect_fake_mode,
-)
+from offbeat.graph.step import Step, make_variables, module_calls, sparse_embeddings, standing_in, tensor_spec, tracing
+from offbeat.torch_private import descriptors
 
 _MODULE_KEY = "offbeat_module"
 _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
@@ -51,15 +37,15 @@ _PASS_THROUGH = {"detach", "alias", "lift_fresh"}
 
 def trace_joint(step: Step) -> tuple[tuple[Operator, ...], tuple[Variable, ...]]:
     """Forward and backward operators in execution order, and the variables in order of first use."""
-    sparse_tables = {id(module.weight) for module in sparse_embeddings(step.model)}
+    sparse = {id(module.weight) for module in sparse_embeddings(step.model)}
     try:
         graph, names = joint_graph(step)
-    except DataDependentOutput:
-        with as_if_compiling():
+    except torch_private.DataDependentOutput:
+        with torch_private.as_if_compiling():
             graph, names = joint_graph(step)
     walk = Walk(graph, names)
     operators = walk.operators()
-    variables = _variables(step, walk, operators, sparse_tables)
+    variables = _variables(step, walk, operators, sparse)
     return _with_sparse_gradients(operators, variables), variables
 
 
@@ -86,7 +72,8 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
     originals = {f"t{index}": tensor for index, (_, tensor) in enumerate(named)}
     names = {f"t{index}": name for index, (name, tensor) in enumerate(named) if tensor.requires_grad}
     inputs = step.input_tensors()
-    mode = detect_fake_mode([*originals.values(), *inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.detect_fake_mode([*originals.values(), *inputs])
+    mode = mode or torch_private.FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -94,13 +81,15 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
         stack.enter_context(mode)
         fakes = {key: _fake(tensor) for key, tensor in originals.items()}
         fake_inputs = tuple(_fake(tensor) for tensor in inputs)
-        loose = {id(tensor): _fake(tensor) for tensor in _loose_meta_tensors(step.model)}
+        # Meta tensors kept as plain attributes would not mix with the fakes.
+        held = [value for module in step.model.modules() for value in module.__dict__.values()]
+        loose = {id(value): _fake(value) for value in held if isinstance(value, Tensor) and value.device.type == "meta"}
         stack.enter_context(_annotated_modules(step.model))
         stack.enter_context(standing_in(step.model, loose))
         stack.enter_context(patch.object(nn.functional, "dropout", _dropout))
         for module in sparse_embeddings(step.model):
             module.sparse = False  # sparse gradients cannot be traced; `standing_in` sets it back
-        joint = aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
+        joint = torch_private.aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
     return joint.graph_module.graph, names
 
 
@@ -116,14 +105,6 @@ def _fake(tensor: Tensor) -> Tensor:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Returns its input where nothing is dropped, as eager torch does; the tracer would record a copy."""
     return torch.dropout(input, p, training) if training and p > 0 else input
-
-
-def _loose_meta_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Meta tensors kept as plain attributes, which would not mix with the fakes."""
-    for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, Tensor) and value.device.type == "meta":
-                yield value
 
 
 @contextmanager
@@ -195,11 +176,10 @@ class Walk:
 
     def readers(self) -> dict[str, list[Node]]:
         """The forward operators that read each variable's data, in order."""
-        readers: dict[str, list[Node]] = {}
+        readers: dict[str, list[Node]] = defaultdict(list)
         for node in self.computing:
-            if node not in self.backward:
-                for name in self.variables_read(node):
-                    readers.setdefault(name, []).append(node)
+            for name in () if node in self.backward else self.variables_read(node):
+                readers[name].append(node)
         return readers
 
     def _operator(self, node: Node, activation_bytes: int) -> Operator:
@@ -234,15 +214,12 @@ class Walk:
 
     def _kept_bytes(self) -> Counter[Node]:
         """For each forward operator, the bytes of its own storages that backward reads."""
-        kept: dict[_Storage, None] = {}
         read = (source for node in self.computing if node in self.backward for source in node.all_input_nodes)
-        for storage in map(self.storage.__getitem__, read):
-            if storage.node.op == "call_function" and storage.node not in self.backward:
-                kept[storage] = None
         total: Counter[Node] = Counter()
-        for node, result in kept:
-            value = node.meta["val"]
-            total[node] += sum(map(kinds.touched_bytes, kinds.tensors_in(value if result is None else value[result])))
+        for node, result in set(map(self.storage.__getitem__, read)):
+            if node.op == "call_function" and node not in self.backward:
+                value = node.meta["val"] if result is None else node.meta["val"][result]
+                total[node] += sum(map(kinds.touched_bytes, kinds.tensors_in(value)))
         return total
 
     def _modules(self) -> dict[Node, str]:
@@ -274,9 +251,8 @@ def _gradients(graph: Graph, names: dict[str, str]) -> Iterator[tuple[str, Node]
                 yield name, node
 
 
-def _variables(
-    step: Step, walk: Walk, operators: tuple[Operator, ...], sparse_tables: set[int]
-) -> tuple[Variable, ...]:
+def _variables(step: Step, walk: Walk, operators: tuple[Operator, ...], tables: set[int]) -> tuple[Variable, ...]:
+    """`tables` are the ids of the embeddings whose gradients are sparse."""
     first_backward = next((op.name for op in operators if op.phase == "backward"), None)
     readers = walk.readers()
 
@@ -287,7 +263,7 @@ def _variables(
             source = walk.producer(gradient)
             # A gradient that is the loss's own (a parameter returned as the loss) is there from the start.
             gradient_from = source.name if source in walk.backward and source is not None else first_backward
-        sparse = id(parameter) in sparse_tables and all(kinds.kind_of(use.target) == "embedding" for use in uses)
+        sparse = id(parameter) in tables and all(kinds.kind_of(use.target) == "embedding" for use in uses)
         looked_up = sum(_values(use.args)[1].numel() for use in uses) if sparse else 0
         return {
             "first_use": uses[0].name if uses else None,

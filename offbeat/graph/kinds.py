@@ -83,18 +83,14 @@ def base_name(target: Any) -> str:
 def kind_of(target: Any) -> str:
     """The kind of a forward or backward operator, as `Operator.kind` lists them."""
     name = base_name(target)
-    kind = _KIND_OF_NAME.get(name)
-    if kind is None and is_view(target):
-        kind = "view"
-    if kind is None and name.endswith("_backward"):
-        kind = _KIND_OF_NAME.get(name.removesuffix("_backward"))
-    if kind is None:
-        tags = getattr(target, "tags", ())
-        if torch.Tag.pointwise in tags:
-            kind = "elementwise"
-        elif getattr(torch.Tag, "reduction", None) in tags:
-            kind = "reduction"
-    return kind or "other"
+    known = _KIND_OF_NAME.get(name) or ("view" if is_view(target) else None)
+    known = known or _KIND_OF_NAME.get(name.removesuffix("_backward"))
+    if known is not None:
+        return known
+    tags = getattr(target, "tags", ())
+    if torch.Tag.pointwise in tags:
+        return "elementwise"
+    return "reduction" if getattr(torch.Tag, "reduction", None) in tags else "other"
 
 
 def is_view(target: Any) -> bool:
@@ -149,7 +145,9 @@ def bytes_of(target: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     if name in _LOOKUPS and sources:
         table, *rest = sources
         # A lookup reads the rows it was asked for, not the table.
-        rows = _looked_up_bytes(name, table, rest, written)
+        rows = written
+        if name.startswith("_embedding_bag") and rest:
+            rows = rest[0].numel() * math.prod(table.shape[1:]) * table.element_size()
         return min(touched_bytes(table), rows) + sum(map(touched_bytes, rest)), written
     return sum(map(touched_bytes, sources)), written
 
@@ -163,12 +161,6 @@ def _element_flops(kind: str, name: str, args: Any, out: Any) -> int:
         # The backward of a reduction is given the small tensor and writes the large one.
         return max(read, written)
     return written if kind == "elementwise" else 0
-
-
-def _looked_up_bytes(name: str, table: torch.Tensor, rest: list[torch.Tensor], written: int) -> int:
-    if not name.startswith("_embedding_bag") or not rest:
-        return written
-    return rest[0].numel() * math.prod(table.shape[1:]) * table.element_size()
 
 
 def _product_flops(name: str, shapes: list[tuple[int, ...]]) -> int:

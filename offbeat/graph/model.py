@@ -24,20 +24,11 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "
 Phase = Literal["forward", "backward", "optimizer"]
 
 ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64", "complex64"), 8),
     "complex128": 16,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
 }
 
 
@@ -244,9 +235,8 @@ class ModelGraph:
 
     def with_seconds(self, seconds: dict[str, float]) -> "ModelGraph":
         """The same graph with measured operator times."""
-        return replace(
-            self, operators=tuple(replace(op, seconds=seconds.get(op.name, op.seconds)) for op in self.operators)
-        )
+        timed = (replace(operator, seconds=seconds.get(operator.name, operator.seconds)) for operator in self.operators)
+        return replace(self, operators=tuple(timed))
 
     def with_optimizer(self, name: str, slots: int) -> "ModelGraph":
         """The same graph trained by another optimizer."""

@@ -163,10 +163,7 @@ def standing_in(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[N
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, gradients are recorded and compiled functions and submodules run as they were written.
-
-    Random numbers that Python and NumPy draw inside do not change those drawn after.
-    """
+    """Inside, gradients are recorded and nothing runs compiled; Python's and NumPy's random numbers go on as before."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with (

@@ -5,13 +5,7 @@ DistributedDataParallel stays and takes over a strategy's buckets and encoders. 
 packages; importing a module whose package is missing says which extra installs it.
 """
 
-import os
-
 from offbeat.errors import OffbeatError
-from offbeat.strategy import Strategy
-
-Wanted = str | os.PathLike[str] | Strategy
-"""What `offbeat.distribute` takes for a strategy."""
 
 
 def missing(package: str, extra: str) -> OffbeatError:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offbeat.api import distribute
+from offbeat.api import Wanted, distribute
 from offbeat.errors import OffbeatError
-from offbeat.integrations import Wanted
 
 _KINDS = ("MULTI_CPU", "MULTI_GPU")
 

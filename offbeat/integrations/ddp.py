@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.api import resolve_strategy
+from offbeat.api import Wanted, resolve_strategy
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
-from offbeat.integrations import Wanted
 from offbeat.plan import Plan, lower
+from offbeat.runtime.lifetime import callbacks
 from offbeat.runtime.sync.encoders import MessageEncoder, make_encoder
 from offbeat.strategy import Encoder
 from offbeat.torch_private import has_communication_hook
@@ -140,11 +140,13 @@ def _exchange(state: _EncodedBuckets, bucket: dist.GradBucket) -> torch.futures.
     buffer = bucket.buffer().div_(state.world)
     if encoder is None:
         sent = dist.all_reduce(buffer, group=state.group, async_op=True)
+        callbacks.add(sent)
         return sent.get_future().then(lambda done: done.value()[0])
     rounds = encoder.exchange(buffer, step)
     payload = next(rounds)
     work, received = _send(encoder, payload, state)
     if not twice:
+        callbacks.add(work)
         return work.get_future().then(lambda _: _decode(rounds, received, buffer))
     # A second round that began when the first ended would meet other buckets in an order of each rank's own.
     while True:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from offbeat.integrations import Wanted, missing
+from offbeat.api import Wanted
+from offbeat.integrations import missing
 from offbeat.integrations.accelerate import adopt
 
 try:

@@ -7,16 +7,16 @@ distributed is a shell around the LightningModule that shares its parameters, bu
 names; only the shell's forward is a step's.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from offbeat.api import distribute
+from offbeat.api import Wanted, distribute
 from offbeat.errors import OffbeatError
-from offbeat.integrations import Wanted, missing
+from offbeat.integrations import missing
 from offbeat.torch_private import share_registries
 
 try:
@@ -73,11 +73,9 @@ class OffbeatStrategy(DDPStrategy):
         optimizer.step(**kwargs)
         return result
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulated gradients stay local until the last of them."""
-        with self.model.no_sync():
-            yield
+        return self.model.no_sync()
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

@@ -1,7 +1,6 @@
 """Collectives of jobs that do not run on Offbeat's engine → the recorder: DDP's buckets, torch.distributed's calls."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.runtime.lifetime import close_at_exit
+from offbeat.runtime.lifetime import callbacks
 from offbeat.torch_private import has_communication_hook
 
 if TYPE_CHECKING:
@@ -34,32 +33,6 @@ LEAST_WAIT_SECONDS = 2e-5
 """Shorter waits are not noted."""
 _LISTENER = "_offbeat_listener"
 """Attribute of a DDP model that is listened to."""
-
-
-class ReportsUnderWay:
-    """Works whose ends the backend's threads report in Python, which they cannot do once the interpreter ends."""
-
-    def __init__(self) -> None:
-        self.works: deque[Any] = deque()
-
-    def add(self, work: Any) -> None:
-        if not self.works:
-            close_at_exit(self)
-        while self.works and self.works[0].is_completed():
-            self.works.popleft()
-        self.works.append(work)
-
-    def close(self, deadline: float) -> None:
-        """Waits for the reports until `deadline` (time.monotonic)."""
-        while self.works and time.monotonic() < deadline:
-            if self.works[0].is_completed():
-                self.works.popleft()
-            else:
-                time.sleep(1e-3)
-
-
-_reports = ReportsUnderWay()
-"""A listener may be gone before its collectives have ended."""
 
 
 class BucketListener:
@@ -98,7 +71,7 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
     future = work.get_future()
     recorder = listener.recorder
     if recorder is not None:
-        _reports.add(work)
+        callbacks.add(work)
         place = tensor.data_ptr()
         if place not in listener.known:
             listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
@@ -151,7 +124,7 @@ class CollectiveListener:
                 ended()
                 self.recorder.local("wait", (), queued, time.perf_counter())
             else:
-                _reports.add(work)
+                callbacks.add(work)
                 work.get_future().add_done_callback(ended)
             return work
 

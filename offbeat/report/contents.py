@@ -35,6 +35,12 @@ class Comparison:
         """0.02 means that the predicted step is 2% longer."""
         return self.predicted_step_seconds / self.measured_step_seconds - 1 if self.measured_step_seconds else 0.0
 
+    @property
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(what, measured, predicted) in seconds: the step, then its parts."""
+        parts = [(label, self.measured_parts[key], self.predicted_parts[key]) for key, label in PARTS.items()]
+        return [("step", self.measured_step_seconds, self.predicted_step_seconds), *parts]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predicted"}
@@ -140,10 +146,15 @@ def make_report(
     helped = what_would_help(profile or timeline, diagnosis) if what_ifs else None
     explanations, unexplained = _explained(profile, helped, strategy)
     notes = dict.fromkeys((*diagnosis.notes, *(helped.notes if helped else ()), *unexplained))
+    nodes = {
+        rank: profile.cluster.device_of(rank).name
+        for rank in timeline.ranks
+        if profile is not None and rank < profile.cluster.world_size
+    }
     return Report(
         title=title,
         timeline=timeline,
-        nodes=_nodes(profile, timeline),
+        nodes=nodes,
         step_seconds=timeline.iteration_time,
         steps=tuple(timeline.step_seconds.tolist()),
         step_parts=_step_parts(timeline),
@@ -157,35 +168,22 @@ def make_report(
     )
 
 
-def _nodes(profile: Profile | None, timeline: Timeline) -> dict[int, str]:
-    if profile is None:
-        return {}
-    cluster = profile.cluster
-    ranks = [rank for rank in timeline.ranks if rank < cluster.world_size]
-    return {rank: str(cluster.nodes[cluster.node_of(rank)].name) for rank in ranks}
-
-
 def _step_parts(timeline: Timeline) -> tuple[dict[str, float], ...]:
     steps = Steps(timeline)
     if len(steps) > MOST_STEPS_IN_PARTS:
         return ()
-    found = []
-    for step in range(len(steps)):
-        part = steps.part(step, step)
-        if part is None:
-            return ()
-        found.append(parts_of(diagnose(part)))
-    return tuple(found)
+    parts = [steps.part(step, step) for step in range(len(steps))]
+    found = tuple(parts_of(diagnose(part)) for part in parts if part is not None)
+    return found if len(found) == len(steps) else ()
 
 
 def _comparison(
     profile: Profile | None, timeline: Timeline, diagnosis: Diagnosis, predicted: Timeline | None
 ) -> Comparison | None:
-    if timeline.source != "measured":
-        return None
-    if predicted is None and profile is not None and plan_known(profile):
+    measured = timeline.source == "measured"
+    if measured and predicted is None and profile is not None and plan_known(profile):
         predicted = what_if(profile, ())[0]
-    if predicted is None:
+    if not measured or predicted is None:
         return None
     return Comparison(
         predicted=predicted,

@@ -127,8 +127,8 @@ class Session:
 
     def about(self, _: State | None = None) -> dict[str, Any]:
         """What the page needs before the first replay."""
-        cluster = self.profile.cluster if self.profile else None
-        across = cluster is not None and len(cluster.nodes) > 1
+        nodes = self.profile.cluster.nodes if self.profile else ()
+        node = nodes[0] if len(nodes) > 1 else None
         strategies = [RECORDED, *([OPTIMISED, *builders()] if self.profile else ())]
         return {
             "title": self.title,
@@ -140,8 +140,8 @@ class Session:
             "quick_first": sorted(strategies, key=self._served),
             "wires": ["recorded", *reversed(WIRES)] if self.profile else ["recorded"],
             "unavailable": self._unavailable(),
-            "bandwidth_bytes_per_second": cluster.nodes[0].bandwidth if cluster and across else None,
-            "latency_seconds": cluster.nodes[0].latency if cluster and across else None,
+            "bandwidth_bytes_per_second": node.bandwidth if node else None,
+            "latency_seconds": node.latency if node else None,
             "measured_seconds": self.measured_seconds,
             "base_seconds": self.base_seconds,
             "parts": list(PARTS),
@@ -182,7 +182,13 @@ class Session:
         if not self._planned(state):
             return {"rows": [], "why": "the trace does not tell what is kept in memory"}
         plan, _ = self._plan(state)
-        rows = [_memory_row(plan, ranks) for ranks in find_roles(plan, {}).ranks]
+        rows = []
+        for ranks in find_roles(plan, {}).ranks:
+            estimate = peak_memory(plan, ranks[0])
+            parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
+            limit = plan.cluster.device_of(ranks[0]).memory
+            row = {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
+            rows.append(row)
         known = any(operator.activation_bytes for operator in plan.graph.operators)
         return {"rows": rows, "why": "" if known else "without activations, which a recording does not tell"}
 
@@ -253,7 +259,9 @@ class Session:
         if not self._planned(state):
             return what_if(self.timeline, state.changes())[0]
         plan, costs = self._plan(state)
-        return simulate(plan, costs, memory=False, steps=_fewest_steps(plan))
+        # With a barrier all steps are alike; where servers keep ranks from folding, further steps would take too long.
+        steps = DEFERRED_STEPS if any(message.owner is not None for message in plan.messages) else None
+        return simulate(plan, costs, memory=False, steps=BARRIER_STEPS if plan.mode == "barrier" else steps)
 
     def _plan(self, state: State) -> tuple[Plan, Costs]:
         """The plan and the costs of the changed job; those of the last states are remembered."""
@@ -317,13 +325,6 @@ def _parts_on_servers(strategy: Strategy) -> int:
     return sum(shard.synchronizer in SERVERS for config in strategy.variables.values() for shard in config.shards)
 
 
-def _fewest_steps(plan: Plan) -> int | None:
-    """With a barrier all steps are alike; where servers keep ranks from folding, further steps would take too long."""
-    if plan.mode == "barrier":
-        return BARRIER_STEPS
-    return DEFERRED_STEPS if any(message.owner is not None for message in plan.messages) else None
-
-
 def _bound(diagnosis: Diagnosis) -> dict[str, float] | None:
     """A lower bound of the step: the longest compute of any rank and the longest traffic of any link."""
     if diagnosis.ideal_seconds is None:
@@ -338,14 +339,4 @@ def _rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
     alike: dict[tuple[float, ...], list[RankTime]] = {}
     for rank in ranks:
         alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
-    return [
-        {"label": name_ranks(rank.rank for rank in members), "values": rank_parts(members[0])}
-        for members in alike.values()
-    ]
-
-
-def _memory_row(plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
-    estimate = peak_memory(plan, ranks[0])
-    parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
-    limit = plan.cluster.device_of(ranks[0]).memory
-    return {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
+    return [{"label": name_ranks(one.rank for one in row), "values": rank_parts(row[0])} for row in alike.values()]

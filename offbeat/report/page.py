@@ -13,8 +13,8 @@ from importlib.resources import files as resources
 from os import PathLike
 from typing import Any
 
-import jinja2
 import orjson
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from offbeat import files
@@ -42,17 +42,22 @@ def write_report(path: str | PathLike[str], recording: Profile | Timeline, **opt
 def render(report: Report) -> str:
     """The whole page."""
     style, script = asset("style.css"), "\n".join(map(asset, SCRIPTS))
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    allowed = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*digests)
+    # No HTML parser takes the escaped JSON for the end of its element.
+    numbers = orjson.dumps(_numbers(report)).decode()
+    numbers = numbers.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     return _template().render(
         report=report,
         diagnosis=report.diagnosis,
         part_names=PARTS,
-        policy=_policy(style, script),
+        policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
         frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
-        data=_json(_numbers(report)),
+        data=Markup(numbers),
         scenes=_scenes(report),
-        comparison_rows=_comparison_rows(report),
+        comparison_rows=report.comparison.rows if report.comparison else [],
         strategies=[explanation.text().split("\n") for explanation in report.explanations],
     )
 
@@ -64,17 +69,15 @@ def asset(name: str) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+def _template() -> Template:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
         "seconds": _seconds,
         "bytes": format_bytes,
         "percent": "{:.1%}".format,
+        "signed_percent": lambda share: f"{share:+.1%}".replace("-", "−"),
         "short_name": short_name,
     }
-    environment.filters["signed_percent"] = lambda share: f"{share:+.1%}".replace("-", "−")
     return environment.from_string(asset("report.html.j2"))
 
 
@@ -82,18 +85,6 @@ def _seconds(seconds: float) -> str:
     """To the nanosecond, so that the rounding errors of sums are not shown."""
     rounded = round(seconds, 9)
     return format_seconds(rounded).replace(" us", " µs").replace("-", "−") if rounded else "0 s"
-
-
-def _policy(style: str, script: str) -> str:
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
-    allowed = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*digests)
-    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _json(content: Any) -> Markup:
-    """JSON that no HTML parser takes for the end of its element."""
-    text = orjson.dumps(content).decode()
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def _numbers(report: Report) -> dict[str, Any]:
@@ -114,19 +105,8 @@ def _numbers(report: Report) -> dict[str, Any]:
 
 def _scenes(report: Report) -> list[tuple[str, str]]:
     """(source, packed timeline in base64); what was recorded comes first."""
-    packed = [(report.timeline.source, pack_timeline(report.timeline, report.nodes, MOST_BYTES))]
+    drawn = [(report.timeline.source, report.timeline, MOST_BYTES)]
     if report.comparison is not None:
-        predicted = report.comparison.predicted
-        packed.append(("predicted", pack_timeline(predicted, report.nodes, _MOST_PREDICTED_BYTES)))
+        drawn.append(("predicted", report.comparison.predicted, _MOST_PREDICTED_BYTES))
+    packed = [(source, pack_timeline(timeline, report.nodes, most)) for source, timeline, most in drawn]
     return [(source, base64.b64encode(content).decode()) for source, content in packed]
-
-
-def _comparison_rows(report: Report) -> list[tuple[str, float, float]]:
-    """(what, measured, predicted) in seconds."""
-    compared = report.comparison
-    if compared is None:
-        return []
-    return [
-        ("step", compared.measured_step_seconds, compared.predicted_step_seconds),
-        *((label, compared.measured_parts[key], compared.predicted_parts[key]) for key, label in PARTS.items()),
-    ]

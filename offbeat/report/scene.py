@@ -38,7 +38,6 @@ _NANOSECOND = 1e-9
 _MOST_TICKS = 2**31
 """A trace longer than two seconds has coarser ticks than nanoseconds, so that every time fits in 32 bits."""
 
-
 Ints = NDArray[np.int64]
 Ticks = Ints
 
@@ -137,22 +136,16 @@ def critical_by_step(timeline: Timeline) -> list[tuple[int, Ints]]:
     steps = Steps(timeline)
     if not len(steps):
         return [(0, critical_positions(timeline))] if len(timeline) else []
-    found = []
-    for step in range(len(steps)):
-        part = steps.part(step, step)
-        if part is not None:
-            found.append((step, steps.positions(step, step)[critical_positions(part)]))
-    return found
+    parts = ((step, steps.part(step, step)) for step in range(len(steps)))
+    return [(step, steps.positions(step, step)[critical_positions(part)]) for step, part in parts if part is not None]
 
 
 def _rank_places(timeline: Timeline, nodes: Mapping[int, str]) -> Ints:
     """For each span the place of its rank from top to bottom: nodes in the order of their first rank."""
     ranks, number = np.unique(timeline.rank, return_inverse=True)
-    first: dict[str, int] = {}
-    for rank in ranks.tolist():
-        first.setdefault(nodes.get(rank, ""), rank)
-    first_of_node = np.array([first[nodes.get(rank, "")] for rank in ranks.tolist()], "i8")
-    return np.argsort(np.lexsort((ranks, first_of_node)))[number]
+    node_of = [nodes.get(rank, "") for rank in ranks.tolist()]
+    first = {node: place for place, node in reversed([*enumerate(node_of)])}
+    return np.argsort(np.lexsort((ranks, np.array([first[node] for node in node_of], "i8"))))[number]
 
 
 def _in_lanes(place: Ints, track: NDArray[np.int32], start: Ticks, end: Ticks) -> tuple[Ints, Ints]:
@@ -226,17 +219,12 @@ def levels(scene: Scene) -> list[tuple[int, Ints]]:
     found: list[tuple[int, Ints]] = []
     resolution, last = 1, len(scene)
     while resolution * _COARSEST_CELLS * scene.tick_seconds < scene.seconds and last > len(scene.rows):
-        runs = _runs(scene, resolution)
-        if len(runs) <= _WORTHWHILE * last:
-            found.append((resolution, runs))
-            last = len(runs)
+        first = _first_of(scene.row, scene.start, scene.end, resolution)
+        if len(first) <= _WORTHWHILE * last:
+            found.append((resolution, np.diff(first, append=len(scene))))
+            last = len(first)
         resolution *= 2
     return found
-
-
-def _runs(scene: Scene, resolution: int) -> Ints:
-    first = _first_of(scene.row, scene.start, scene.end, resolution)
-    return np.diff(np.append(first, len(scene)))
 
 
 def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
@@ -252,23 +240,24 @@ def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
 def _merged(scene: Scene, limit: int) -> Scene:
     """At most `limit` blocks, or one for each row where even that is more."""
     resolution = 1
-    runs = _runs(scene, resolution)
-    while len(runs) > max(limit, len(scene.rows)) and resolution * scene.tick_seconds <= scene.seconds:
+    first = _first_of(scene.row, scene.start, scene.end, resolution)
+    while len(first) > max(limit, len(scene.rows)) and resolution * scene.tick_seconds <= scene.seconds:
         resolution *= 2
-        runs = _runs(scene, resolution)
-    first, run = np.cumsum(runs) - runs, np.repeat(np.arange(len(runs)), runs)
+        first = _first_of(scene.row, scene.start, scene.end, resolution)
+    run = np.repeat(first, np.diff(first, append=len(scene)))
     longest = np.lexsort((-scene.busy, run))[first]
+    count = np.add.reduceat(scene.count, first)
     return replace(
         scene,
         row=scene.row[first],
         start=scene.start[first],
         end=np.maximum.reduceat(scene.end, first),
         busy=np.add.reduceat(scene.busy, first),
-        count=np.add.reduceat(scene.count, first),
+        count=count,
         bytes=np.add.reduceat(scene.bytes, first),
         kind=scene.kind[longest],
         name=scene.name[longest],
-        queue=np.where(np.add.reduceat(scene.count, first) == 1, scene.queue[first], 0),
+        queue=np.where(count == 1, scene.queue[first], 0),
         critical=_merged_path(scene.critical, resolution),
     )
 
@@ -299,10 +288,8 @@ def _packed(scene: Scene, total: int) -> bytes:
         "critical_start": (scene.critical[:, 2], 4),
         "critical_length": (scene.critical[:, 3] - scene.critical[:, 2], 4),
     }
-    resolutions = []
-    for number, (resolution, runs) in enumerate(levels(scene)):
-        columns[f"level{number}"] = (runs, 4)
-        resolutions.append(resolution * scene.tick_seconds)
+    zoomed = levels(scene)
+    columns |= {f"level{number}": (runs, 4) for number, (_, runs) in enumerate(zoomed)}
     header = {
         "format": 1,
         "source": scene.source,
@@ -313,11 +300,14 @@ def _packed(scene: Scene, total: int) -> bytes:
         "names": [_shown(scene.names[number]) for number in used.tolist()],
         "rows": [[_shown(row.label), _shown(row.group), row.lane, row.kind, row.rank] for row in scene.rows],
         "steps": scene.steps,
-        "resolutions": resolutions,
+        "resolutions": [resolution * scene.tick_seconds for resolution, _ in zoomed],
         "columns": [[key, width, len(column)] for key, (column, width) in columns.items()],
     }
     text = orjson.dumps(header)
-    parts = [len(text).to_bytes(4, "little"), text, *(_planes(column, width) for column, width in columns.values())]
+    parts = [len(text).to_bytes(4, "little"), text]
+    for column, width in columns.values():
+        little = np.ascontiguousarray(column.astype(f"<u{width}"))
+        parts.append(little.view("u1").reshape(-1, width).T.tobytes())
     return gzip.compress(b"".join(parts), compresslevel=_GZIP_LEVEL, mtime=0)
 
 
@@ -325,8 +315,3 @@ def _shown(name: str) -> str:
     # A lone surrogate, which a trace may hold, cannot be written as UTF-8.
     name = name.encode("utf-8", "replace").decode()
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-
-
-def _planes(column: NDArray, width: int) -> bytes:
-    little = np.ascontiguousarray(column.astype(f"<u{width}"))
-    return little.view("u1").reshape(-1, width).T.tobytes()

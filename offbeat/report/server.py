@@ -143,20 +143,18 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the request names this address and comes from this page or from no page."""
         given = {name: [value.strip().lower() for value in self.headers.get_all(name, [])] for name in _CHECKED}
         origins = {f"http://{host}" for host in self.server.hosts}
+        # Anyone who knows the token may link to the page, which the browser then opens in a window of its own.
+        opened = given["Sec-Fetch-Mode"] == ["navigate"] and given["Sec-Fetch-Dest"] == ["document"]
+        opened = opened and self.command == "GET"
         if len(given["Host"]) != 1 or given["Host"][0] not in self.server.hosts:
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, f"Host: this page is at {HOST}:{self.server.server_port}")
         elif any(origin not in origins for origin in given["Origin"]):
             self._refuse(HTTPStatus.FORBIDDEN, "Origin: another site's requests are not answered")
-        elif not ({"same-origin", "none"}.issuperset(given["Sec-Fetch-Site"]) or self._is_opened(given)):
+        elif not ({"same-origin", "none"}.issuperset(given["Sec-Fetch-Site"]) or opened):
             self._refuse(HTTPStatus.FORBIDDEN, "Sec-Fetch-Site: another site's requests are not answered")
         else:
             return True
         return False
-
-    def _is_opened(self, given: dict[str, list[str]]) -> bool:
-        """Whether the browser opens the page in a window of its own; anyone who knows the token may link to it."""
-        opened = given["Sec-Fetch-Mode"] == ["navigate"] and given["Sec-Fetch-Dest"] == ["document"]
-        return opened and self.command == "GET"
 
     def _answer(self) -> None:
         """Replies with the session's answer; a state that it refuses is an answer, not a failed request."""
@@ -165,21 +163,17 @@ class Handler(BaseHTTPRequestHandler):
         except OffbeatError as error:
             self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
-        try:
-            content = json.dumps(self._asked(state), allow_nan=False).encode()
-        except Exception:
-            _log.exception("the live page could not answer %s", self.path)
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; the terminal tells why")
-        else:
-            self._reply(HTTPStatus.OK, "application/json", content)
-
-    def _asked(self, state: State) -> dict[str, Any]:
         call, lock = self.server.calls[self.path]
         try:
             with lock:
-                return call(state)
+                content = json.dumps(call(state), allow_nan=False)
         except OffbeatError as error:
-            return {"refused": str(error)}
+            content = json.dumps({"refused": str(error)})
+        except Exception:
+            _log.exception("the live page could not answer %s", self.path)
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; the terminal tells why")
+            return
+        self._reply(HTTPStatus.OK, "application/json", content.encode())
 
     def _body(self) -> Any:
         lengths = self.headers.get_all("Content-Length", [])

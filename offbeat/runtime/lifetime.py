@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import weakref
-from typing import Protocol
+from collections import deque
+from typing import Any, Protocol
 
 log = logging.getLogger("offbeat")
 
@@ -20,6 +21,8 @@ GRACE_SECONDS = 30.0
 """How far other ranks may be behind at the end; one that hangs must not keep this one from ending."""
 FAILED_GRACE_SECONDS = 1.0
 """The same where the script has failed, and the job with it."""
+CALLBACK_SECONDS = 0.05
+"""A thread that has run a Python callback may still have to let go of it."""
 
 
 class Closable(Protocol):
@@ -60,3 +63,28 @@ def _close_all(process: int) -> None:
             runtime.close(deadline)
         except Exception:
             log.exception("offbeat could not close its connections")
+
+
+class Callbacks:
+    """Works whose ends the backend's threads report in Python, which they cannot do once the interpreter ends."""
+
+    def __init__(self) -> None:
+        self.works: deque[Any] = deque()
+
+    def add(self, work: Any) -> None:
+        if not self.works:
+            close_at_exit(self)
+        while len(self.works) > 1 and self.works[0].is_completed():
+            self.works.popleft()
+        self.works.append(work)
+
+    def close(self, deadline: float) -> None:
+        """Waits for the callbacks until `deadline` (time.monotonic)."""
+        while not all(work.is_completed() for work in self.works) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        time.sleep(CALLBACK_SECONDS)
+        self.works.clear()
+
+
+callbacks = Callbacks()
+"""Of this process: whoever asked for one may be gone before its collective has ended."""

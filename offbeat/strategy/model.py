@@ -69,9 +69,8 @@ class Encoder(_Frozen):
 
     @property
     def feedback(self) -> bool:
-        if self.error_feedback is not None:
-            return self.error_feedback and self.name != "none"
-        return self.name not in ("none", "fp16", "bf16")
+        wanted = not self.sliceable if self.error_feedback is None else self.error_feedback
+        return wanted and self.name != "none"
 
     @property
     def gathered(self) -> bool:
@@ -202,14 +201,10 @@ class Schedule(_Frozen):
         if bool(self.order) != (self.policy == "explicit"):
             need = "needs" if self.policy == "explicit" else "takes no"
             yield f"the {self.policy} schedule {need} order"
-        reached: dict[int, list[tuple[int, int]]] = {}
-        for item in self.order:
-            reached.setdefault(item.group, []).append((item.start, item.stop))
-        for group, ranges in reached.items():
-            ranges.sort()
-            for (_, stop), (start, later) in pairwise(ranges):
-                if start < stop:
-                    yield f"overlapping slices of group {group}: {start}:{later} begins before {stop}"
+        slices = sorted((item.group, item.start, item.stop) for item in self.order)
+        for (group, _, stop), (next_group, start, later) in pairwise(slices):
+            if group == next_group and start < stop:
+                yield f"overlapping slices of group {group}: {start}:{later} begins before {stop}"
 
 
 TensorMap = tuple[Annotated[int, Field(ge=-1)], ...]

@@ -38,25 +38,19 @@ def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options
     build = _builders.get(name)
     if build is None:
         raise StrategyError(f"there is no builder {name!r}; there are {', '.join(builders())}")
-    _check_options(name, build, options)
+    accepted = tuple(inspect.signature(build).parameters.values())[2:]
+    named = {parameter.name: parameter for parameter in accepted if parameter.kind is not parameter.VAR_KEYWORD}
+    unknown = [option for option in options if option not in named]
+    if unknown and len(named) == len(accepted):
+        raise StrategyError(f"builder {name!r} has no option {unknown[0]!r}; it has {', '.join(named) or 'none'}")
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise StrategyError(f"builder {name!r} needs the option {option!r}")
     with files.problems_named(f"builder {name!r}", StrategyError):
         built = build(graph, cluster, **options)
     if not isinstance(built, Strategy):
         raise StrategyError(f"builder {name!r} returned {type(built).__name__}, not a Strategy")
-    strategy = built.model_copy(
-        update={"name": name, "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
-    )
+    made_for = {"model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
+    strategy = built.model_copy(update={"name": name, **made_for})
     check_fits(strategy, graph, cluster)
     return strategy
-
-
-def _check_options(name: str, build: Builder, options: dict[str, object]) -> None:
-    accepted = tuple(inspect.signature(build).parameters.values())[2:]
-    named = {parameter.name: parameter for parameter in accepted if parameter.kind is not parameter.VAR_KEYWORD}
-    if len(named) == len(accepted):
-        for option in options:
-            if option not in named:
-                raise StrategyError(f"builder {name!r} has no option {option!r}; it has {', '.join(named) or 'none'}")
-    for option, parameter in named.items():
-        if parameter.default is parameter.empty and option not in options:
-            raise StrategyError(f"builder {name!r} needs the option {option!r}")

@@ -1,6 +1,7 @@
 """Strategy + graph + cluster → nothing, or one sentence that says where they do not fit."""
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
@@ -128,11 +129,7 @@ def _wrap_ranks(shard: Shard, cluster: ClusterSpec) -> Shard:
     )
 
 
-def _module_paths(graph: ModelGraph) -> frozenset[str]:
-    paths: set[str] = set()
-    for operator in graph.operators:
-        path = operator.module
-        while path and path not in paths:
-            paths.add(path)
-            path = path.rpartition(".")[0]
-    return frozenset(paths)
+def _module_paths(graph: ModelGraph) -> set[str]:
+    """The modules that operators belong to, and all modules around them."""
+    modules = {operator.module for operator in graph.operators}
+    return {path for module in modules for path in accumulate(module.split("."), "{}.{}".format)} - {""}

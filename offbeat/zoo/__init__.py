@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from offbeat.graph.model import ModelGraph
+    from offbeat.zoo.blocks import Built
 
 # Each model's function has its name, in this module. Strings, so that listing the names does not import torch.
 _MODULES = {
@@ -65,9 +63,7 @@ def names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def build(
-    name: str, scale: float = 1.0, batch: int | None = None, **options: Any
-) -> "tuple[nn.Module, tuple[torch.Tensor, ...]]":
+def build(name: str, scale: float = 1.0, batch: int | None = None, **options: Any) -> "Built":
     """The model and one example batch.
 
     `scale` is in (0, 1]; `batch` is the number of samples and defaults to the papers', shrunk by `scale`. `options` are

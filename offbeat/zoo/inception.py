@@ -45,26 +45,21 @@ class Blocks:
         self.channels = 3
 
     def unit(self, outputs: int, kernel: int, stride: int = 1, same: bool = False) -> nn.Module:
-        unit = Unit(self.channels, width(outputs, self.scale), kernel, stride, same)
-        self.channels = width(outputs, self.scale)
-        return unit
+        inputs, self.channels = self.channels, width(outputs, self.scale)
+        return Unit(inputs, self.channels, kernel, stride, same)
 
     def block(self, *branches: list[Any], pool: int | None = None) -> nn.Module:
         """The branches and a pooling: an average that is projected to `pool` channels, or one that halves the image."""
         inputs, made = self.channels, []
-        outputs = 0
+        pooled = inputs if pool is None else width(pool, self.scale)
+        self.channels = pooled
         for branch in branches:
             layers, size = self._chain(inputs, branch)
             made.append(layers[0] if len(layers) == 1 else nn.Sequential(*layers))
-            outputs += size
+            self.channels += size
         if pool is None:
-            made.append(nn.MaxPool2d(3, stride=2))
-            self.channels = outputs + inputs
-        else:
-            projected = width(pool, self.scale)
-            made.append(nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Unit(inputs, projected, 1)))
-            self.channels = outputs + projected
-        return Branches(*made)
+            return Branches(*made, nn.MaxPool2d(3, stride=2))
+        return Branches(*made, nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Unit(inputs, pooled, 1)))
 
     def _chain(self, size: int, branch: list[Any]) -> tuple[list[nn.Module], int]:
         """The layers of a branch and the channels that it ends with."""

@@ -32,15 +32,11 @@ class Seq2Seq(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.1, 0.1)
 
-    def _encode(self, source: torch.Tensor) -> torch.Tensor:
-        x, _ = self.encoder_first(self.dropout(self.source_embedding(source)))
-        for index, layer in enumerate(self.encoder):
-            y, _ = layer(self.dropout(x))
-            x = x + y if index else y
-        return x
-
     def forward(self, source: torch.Tensor, target: torch.Tensor, next_target: torch.Tensor) -> torch.Tensor:
-        memory = self._encode(source)
+        memory, _ = self.encoder_first(self.dropout(self.source_embedding(source)))
+        for index, layer in enumerate(self.encoder):
+            y, _ = layer(self.dropout(memory))
+            memory = memory + y if index else y
         x, _ = self.decoder_first(self.dropout(self.target_embedding(target)))
         context = attend(x, memory, memory, heads=1)
         for index, layer in enumerate(self.decoder):

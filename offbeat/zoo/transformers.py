@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.zoo.blocks import Built, additive_mask, attend, depth, heads, initialise, length, samples, width
 
@@ -36,7 +36,7 @@ class BertLayer(nn.Module):
         self.norm2 = nn.LayerNorm(size, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         attended = attend(self.query(x), self.key(x), self.value(x), self.heads, mask=mask, dropout=self.dropout)
         x = self.norm1(x + self.dropout(self.merge(attended)))
         return self.norm2(x + self.dropout(self.contract(F.gelu(self.expand(x)))))
@@ -63,21 +63,15 @@ class Bert(nn.Module):
         self.decoder.weight = self.word_embedding.weight
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        segments: torch.Tensor,
-        keep: torch.Tensor,
-        masked_positions: torch.Tensor,
-        masked_words: torch.Tensor,
-        is_next: torch.Tensor,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, segments: Tensor, keep: Tensor, masked_at: Tensor, masked_words: Tensor, is_next: Tensor
+    ) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.word_embedding(tokens) + self.position_embedding(positions) + self.segment_embedding(segments)
         x = self.dropout(self.embedding_norm(x))
         mask = additive_mask(keep, x)
         for layer in self.layers:
             x = layer(x, mask)
-        masked = x.gather(1, masked_positions[:, :, None].expand(-1, -1, x.shape[2]))
+        masked = x.gather(1, masked_at[:, :, None].expand(-1, -1, x.shape[2]))
         words = self.decoder(self.transform_norm(F.gelu(self.transform(masked))))
         pooled = self.dropout(torch.tanh(self.pooler(x[:, 0])))
         word_loss = F.cross_entropy(words.flatten(0, 1), masked_words.flatten())
@@ -140,7 +134,7 @@ class GPT2Block(nn.Module):
         self.contract = nn.Linear(4 * size, size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.project(self.norm1(x)).chunk(3, -1)
         x = x + self.dropout(self.merge(attend(query, key, value, self.heads, causal=True, dropout=self.dropout)))
         inner = F.gelu(self.expand(self.norm2(x)), approximate="tanh")
@@ -166,7 +160,7 @@ class GPT2(nn.Module):
             for layer in (block.merge, block.contract):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, tokens: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, next_tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.word_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
@@ -207,7 +201,7 @@ class FeedForward(nn.Module):
         self.contract = nn.Linear(inner, size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.contract(self.dropout(F.relu(self.expand(x))))
 
 
@@ -223,7 +217,7 @@ class Attention(nn.Module):
             self.project = nn.Linear(size, 3 * size, bias=False)
         self.merge = nn.Linear(size, size, bias=False)
 
-    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None, **masked: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None, **masked: Any) -> Tensor:
         if memory is None:
             query, key, value = self.project(x).chunk(3, -1)
         else:
@@ -240,7 +234,7 @@ class EncoderLayer(nn.Module):
         self.norm2, self.feed_forward = nn.LayerNorm(size), FeedForward(size, inner, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
@@ -255,7 +249,7 @@ class DecoderLayer(nn.Module):
         self.norm3, self.feed_forward = nn.LayerNorm(size), FeedForward(size, inner, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), causal=True))
         x = x + self.dropout(self.source_attention(self.norm2(x), memory, mask=mask))
         return x + self.dropout(self.feed_forward(self.norm3(x)))
@@ -283,10 +277,10 @@ class Transformer(nn.Module):
         if shared_embeddings:
             self.output.weight = self.source_embedding.weight
 
-    def _embed(self, embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         return self.dropout(embedding(tokens) * self.scale + self.positions[: tokens.shape[1]])
 
-    def forward(self, source: torch.Tensor, target: torch.Tensor, next_target: torch.Tensor) -> torch.Tensor:
+    def forward(self, source: Tensor, target: Tensor, next_target: Tensor) -> Tensor:
         memory = self._embed(self.source_embedding, source)
         mask = additive_mask(source != PADDING, memory)
         for encoder_layer in self.encoder:
@@ -299,7 +293,7 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), next_target.flatten(), ignore_index=PADDING, label_smoothing=0.1)
 
 
-def sinusoids(count: int, size: int) -> torch.Tensor:
+def sinusoids(count: int, size: int) -> Tensor:
     """The paper's fixed position encodings, sines in the first half of the features and cosines in the second."""
     half = size // 2
     rates = torch.exp(torch.arange(half) * (-math.log(10000.0) / max(1, half - 1)))

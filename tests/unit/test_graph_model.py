@@ -165,13 +165,9 @@ def test_a_segment_has_a_time_once_all_its_operators_have(graph):
 def test_estimates_are_the_roofline_unless_measured():
     operator = op("f", "forward", flops=1000, bytes_read=300, bytes_written=200)
     assert operator_seconds(operator, 100.0, 1e9) == 10.0
-    assert operator_seconds(operator, 1e9, 100.0, overhead_seconds=1.0) == 6.0
-    assert operator_seconds(dataclasses.replace(operator, seconds=0.125), 100.0, 1e9, 1.0) == 0.125
-    assert operator_seconds(dataclasses.replace(operator, kind="view"), 100.0, 1e9, 1.0) == 0.0
-    with pytest.raises(OffbeatError, match="flops_per_second must be more than 0, got 0"):
-        operator_seconds(operator, 0, 1e9)
-    with pytest.raises(OffbeatError, match="bytes_per_second must be more than 0, got -1"):
-        operator_seconds(operator, 1.0, -1)
+    assert operator_seconds(operator, 1e9, 100.0) == 5.0
+    assert operator_seconds(dataclasses.replace(operator, seconds=0.125), 100.0, 1e9) == 0.125
+    assert operator_seconds(dataclasses.replace(operator, kind="view"), 100.0, 1e9) == 0.0
 
 
 @pytest.mark.parametrize(

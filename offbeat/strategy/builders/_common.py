@@ -15,6 +15,10 @@ from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.model import Encoder, EncoderName, Shard, Synchronizer, VariableConfig
 from offbeat.units import parse_bytes
 
+Configs = dict[str, VariableConfig]
+"""Configurations by variable name."""
+Size = str | float
+"""Bytes, or a text such as '4MiB'."""
 _ALL_REDUCE = Shard()
 # All-reduce systems gather a sparse gradient: every rank receives every rank's rows.
 _SPARSE_ALL_GATHER = VariableConfig(shards=(Shard(synchronizer="sparse_all_gather"),))
@@ -25,9 +29,7 @@ def trained(graph: ModelGraph) -> tuple[Variable, ...]:
     return tuple(variable for variable in graph.variables if variable.gradient_from is not None)
 
 
-def fused(
-    graph: ModelGraph, messages: Iterable[Sequence[Variable]], shard: Shard = _ALL_REDUCE
-) -> dict[str, VariableConfig]:
+def fused(graph: ModelGraph, messages: Iterable[Sequence[Variable]], shard: Shard = _ALL_REDUCE) -> Configs:
     """Whole dense variables configured like `shard`, one group per message; sparse ones gathered. In forward order."""
     configs = {variable.name: _SPARSE_ALL_GATHER for variable in trained(graph) if variable.sparse}
     for group, members in enumerate(messages):
@@ -36,13 +38,9 @@ def fused(
     return {variable.name: configs[variable.name] for variable in graph.variables if variable.name in configs}
 
 
-def unfused(
-    graph: ModelGraph, configure: Callable[[Variable], VariableConfig] = lambda _: VariableConfig()
-) -> dict[str, VariableConfig]:
+def unfused(graph: ModelGraph, configure: Callable[[Variable], VariableConfig] = lambda _: VariableConfig()) -> Configs:
     """Dense variables as `configure` says, by default whole and all-reduced alone; sparse ones are gathered."""
-    return {
-        variable.name: _SPARSE_ALL_GATHER if variable.sparse else configure(variable) for variable in trained(graph)
-    }
+    return {each.name: _SPARSE_ALL_GATHER if each.sparse else configure(each) for each in trained(graph)}
 
 
 def chunks(graph: ModelGraph, chunk: int) -> list[list[Variable]]:
@@ -140,9 +138,7 @@ class ServerLoads:
         )
 
 
-def served(
-    graph: ModelGraph, ranks: Sequence[int], parts: Callable[[Variable], int] = lambda _: 1
-) -> dict[str, VariableConfig]:
+def served(graph: ModelGraph, ranks: Sequence[int], parts: Callable[[Variable], int] = lambda _: 1) -> Configs:
     """Every variable in `parts(variable)` row shards on the least loaded of the servers."""
     loads = ServerLoads(ranks)
     return {variable.name: loads.place(variable, parts(variable)) for variable in trained(graph)}
@@ -160,7 +156,7 @@ def count_option(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
-def bytes_option(name: str, value: str | float, minimum: int = 1) -> int:
+def bytes_option(name: str, value: Size, minimum: int = 1) -> int:
     """A size of at least `minimum` bytes, or one sentence that names the option."""
     size = parse_bytes(value, name)
     if size < minimum:

@@ -2,13 +2,11 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import bytes_option, parts_within, rows, served, server_ranks
+from offbeat.strategy.builders._common import Size, bytes_option, parts_within, rows, served, server_ranks
 from offbeat.strategy.model import Schedule, Strategy
 
 
-def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, partition: str | float = "4MiB", servers: str = "nodes"
-) -> Strategy:
+def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", servers: str = "nodes") -> Strategy:
     """BytePS (Jiang et al., OSDI 2020) with ByteScheduler's priorities; 4 MB partitions are its default (dPRO §7.1).
 
     Each variable is cut by rows into the fewest shards of at most `partition` bytes (a longer row stays whole), each

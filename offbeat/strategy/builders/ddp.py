@@ -2,13 +2,11 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import bytes_option, fused, size_buckets
+from offbeat.strategy.builders._common import Size, bytes_option, fused, size_buckets
 from offbeat.strategy.model import Schedule, Strategy
 
 
-def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, first_bucket: str | float = "1MiB", bucket: str | float = "25MiB"
-) -> Strategy:
+def build(graph: ModelGraph, cluster: ClusterSpec, *, first_bucket: Size = "1MiB", bucket: Size = "25MiB") -> Strategy:
     """The buckets DDP has after its first step (Li et al., VLDB 2020, §4.2; torch's `Reducer::rebuild_buckets`).
 
     Gradients fill a bucket in the order in which backward completes them, each dtype its own; it closes once it holds

@@ -3,7 +3,7 @@
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.strategy.builders import overlap
-from offbeat.strategy.builders._common import ServerLoads, bytes_option, parts_within, server_ranks
+from offbeat.strategy.builders._common import ServerLoads, Size, bytes_option, parts_within, server_ranks
 from offbeat.strategy.model import Strategy
 
 
@@ -11,9 +11,9 @@ def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    threshold: str | float = "1MiB",
-    shard: str | float = "512KiB",
-    bucket: str | float = "512KiB",
+    threshold: Size = "1MiB",
+    shard: Size = "512KiB",
+    bucket: Size = "512KiB",
     in_flight: int = 4,
 ) -> Strategy:
     """Variables of at least `threshold` are cut into shards of at most `shard` bytes by rows, which servers keep.

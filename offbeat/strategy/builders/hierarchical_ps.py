@@ -3,14 +3,15 @@
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.strategy.builders import partitioned_ps
-from offbeat.strategy.model import Strategy, VariableConfig
+from offbeat.strategy.builders._common import Size
+from offbeat.strategy.model import Strategy
 
 
 def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    threshold: str | float = "1MiB",
+    threshold: Size = "1MiB",
     max_shards: int | None = None,
     servers: str = "nodes",
 ) -> Strategy:
@@ -20,13 +21,11 @@ def build(
     gradients go to their servers directly.
     """
     per_node = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
-    stations = tuple(ranks[0] for ranks in per_node if len(ranks) > 1)
+    stations = {"stations": tuple(ranks[0] for ranks in per_node if len(ranks) > 1)}
     base = partitioned_ps.build(graph, cluster, threshold=threshold, max_shards=max_shards, servers=servers)
-    through = {"stations": stations}
-
-    def staged(config: VariableConfig) -> VariableConfig:
-        sparse = config.shards[0].synchronizer != "parameter_server"
-        shards = config.shards if sparse else tuple(shard.model_copy(update=through) for shard in config.shards)
-        return config.model_copy(update={"shards": shards})
-
-    return base.model_copy(update={"variables": {name: staged(each) for name, each in base.variables.items()}})
+    configs = dict(base.variables)
+    for name, config in base.variables.items():
+        if config.shards[0].synchronizer == "parameter_server":
+            shards = tuple(shard.model_copy(update=stations) for shard in config.shards)
+            configs[name] = config.model_copy(update={"shards": shards})
+    return base.model_copy(update={"variables": configs})

@@ -8,13 +8,13 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
 from offbeat.graph.estimate import operator_seconds
-from offbeat.strategy.builders._common import bytes_option, fused
+from offbeat.strategy.builders._common import Size, bytes_option, fused
 from offbeat.strategy.model import Schedule, Strategy
 from offbeat.units import parse_seconds
 
 
 def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, fusion_bytes: str | float = "64MiB", cycle: str | float = "5ms"
+    graph: ModelGraph, cluster: ClusterSpec, *, fusion_bytes: Size = "64MiB", cycle: str | float = "5ms"
 ) -> Strategy:
     """Horovod's tensor fusion (Sergeev & Del Balso, 2018): 5 ms and 64 MB are its defaults (dPRO §7.1).
 

@@ -4,17 +4,12 @@ from itertools import groupby
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import bytes_option, fused
+from offbeat.strategy.builders._common import Size, bytes_option, fused
 from offbeat.strategy.model import Schedule, Strategy
 
 
 def build(
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    *,
-    bucket: str | float = "1MiB",
-    slice_bytes: str | float = "2MiB",
-    in_flight: int = 1,
+    graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 1
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 

@@ -2,13 +2,11 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import bytes_option, count_option, parts_within, row_partition, unfused
+from offbeat.strategy.builders._common import Size, bytes_option, count_option, parts_within, row_partition, unfused
 from offbeat.strategy.model import Strategy, VariableConfig
 
 
-def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, threshold: str | float = "4MiB", max_shards: int = 16
-) -> Strategy:
+def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "4MiB", max_shards: int = 16) -> Strategy:
     """The pattern AutoDist's search found for BERT-large and NCF (§3.3), where one flow cannot fill the network.
 
     Axis 0 of a variable above `threshold` is cut so that no shard exceeds it, into at most `max_shards` shards.

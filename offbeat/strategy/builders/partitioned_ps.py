@@ -2,7 +2,7 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import bytes_option, count_option, served, server_ranks, shards_for
+from offbeat.strategy.builders._common import Size, bytes_option, count_option, served, server_ranks, shards_for
 from offbeat.strategy.model import Strategy
 
 
@@ -10,7 +10,7 @@ def build(
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
-    threshold: str | float = "1MiB",
+    threshold: Size = "1MiB",
     max_shards: int | None = None,
     servers: str = "nodes",
 ) -> Strategy:

@@ -4,13 +4,11 @@ from math import prod
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import ServerLoads, bytes_option, server_ranks, shards_for, trained
+from offbeat.strategy.builders._common import ServerLoads, Size, bytes_option, server_ranks, shards_for, trained
 from offbeat.strategy.model import Shard, Strategy, VariableConfig
 
 
-def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, threshold: str | float = "2MiB", servers: str = "nodes"
-) -> Strategy:
+def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "2MiB", servers: str = "nodes") -> Strategy:
     """Poseidon (Zhang et al., ATC 2017): its HybComm rule chooses for each variable, first come first served (WFBP).
 
     An M×N weight whose gradient is a product of K rows is broadcast as its two factors where `factors_win`; any other

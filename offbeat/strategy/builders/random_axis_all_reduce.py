@@ -22,14 +22,11 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, seed: int = 0, max_shards:
         if not axes:
             return VariableConfig()
         axis = random.choice(axes)
-        parts = min(_smallest_divisor(variable.shape[axis]), bound)
+        length = variable.shape[axis]
+        divisors = (number for number in range(2, math.isqrt(length) + 1) if length % number == 0)
+        parts = min(next(divisors, length), bound)
         if parts == 1:
             return VariableConfig()
         return VariableConfig(partition=tuple(parts if each == axis else 1 for each in range(len(variable.shape))))
 
     return Strategy(variables=unfused(graph, partitioned))
-
-
-def _smallest_divisor(length: int) -> int:
-    """The smallest divisor of at least 2; the length itself where it is prime or 1."""
-    return next((divisor for divisor in range(2, math.isqrt(length) + 1) if length % divisor == 0), length)

@@ -2,11 +2,11 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import bytes_option, fused, size_buckets
+from offbeat.strategy.builders._common import Size, bytes_option, fused, size_buckets
 from offbeat.strategy.model import Shard, Strategy
 
 
-def build(graph: ModelGraph, cluster: ClusterSpec, *, bucket: str | float = "25MiB") -> Strategy:
+def build(graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "25MiB") -> Strategy:
     """ZeRO (Rajbhandari et al., SC 2020, stages 1 and 2): each rank reduces and updates its part of every bucket.
 
     Gradients fill a bucket in the order in which backward completes them, each dtype its own; it closes once it holds

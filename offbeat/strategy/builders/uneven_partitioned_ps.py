@@ -20,15 +20,11 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, servers: str = "nodes") ->
     configs = {}
     for variable in trained(graph):
         length = rows(variable)
-        owners = loads.least(_smallest_non_divisor(length))
+        # The smallest number below the length that does not divide it; there is none for lengths 1 and 2.
+        owners = loads.least(next((parts for parts in range(2, length) if length % parts), 1))
         lengths = _proportional_lengths(length, [speeds[owner] for owner in owners])
         configs[variable.name] = loads.place_lengths(variable, lengths, owners)
     return Strategy(variables=configs)
-
-
-def _smallest_non_divisor(length: int) -> int:
-    """The smallest number below `length` that does not divide it; 1 where there is none (lengths 1 and 2)."""
-    return next((parts for parts in range(2, length) if length % parts), 1)
 
 
 def _bandwidth(cluster: ClusterSpec, rank: int) -> float:
