@@ -203,7 +203,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             exposed, network = self._sample.take(seconds)
             strategy = f"{engine.plan.strategy.name} in {engine.mode} mode"
         elif isinstance(self.model, DistributedDataParallel):
-            # Seconds per step by the nanosecond counters of DDP's reducer, whose averages go back to slower first steps.
+            # Seconds per step by the nanosecond counters of DDP's reducer, averaged since its slower first steps.
             data, strategy = ddp_counters(self.model), "DDP"
             sent, hidden = (data.get(f"avg_backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))
             if sent:
