@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = lower(graph, cluster, build_strategy("ddp", graph, cluster))
     measured = replace(simulate(plan), source="measured", critical=None)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_report(path, Profile(measured, graph, cluster, plan.strategy, Costs(), "offbeat", ()), title="Four ranks")
+    write_report(path, Profile(measured, graph, cluster, plan.strategy, Costs(), "offbeat"), title="Four ranks")
     return path
 
 
