@@ -28,13 +28,28 @@ class RankFailed(AssertionError):
     """One or more ranks raised, died or did not answer."""
 
 
-def start_ranks(world: int, *arguments: str, directory: Path) -> list[Forked]:
-    """Starts one worker process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
+def start_ranks(
+    world: int, *arguments: str, directory: Path, script: Path = WORKERS, pipes: bool = True
+) -> list[Forked]:
+    """Starts one process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
     job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        zygote().start(WORKERS, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)})
+        zygote().start(script, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)}, pipes=pipes)
         for rank in range(world)
     ]
+
+
+def run_script(script: Path, world: int, *arguments: str, seconds: float = 120.0) -> list[int]:
+    """Runs a script on so many ranks, in its folder; their exit codes."""
+    ranks = start_ranks(world, *arguments, directory=script.parent, script=script, pipes=False)
+    deadline = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in ranks):
+            assert time.monotonic() < deadline, f"{script} has not ended within {seconds:.0f} s"
+            time.sleep(0.03)
+    finally:
+        stop_ranks(ranks)
+    return [process.wait() for process in ranks]
 
 
 def stop_ranks(ranks: Sequence[Forked | subprocess.Popen[bytes]]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from cases import mostly_slow
 from click.testing import Result
+from harness import run_script
 from typer.testing import CliRunner
 
 from offbeat.cli import app
-from offbeat.profile.launch import run_script
 from offbeat.profile.measure import Profile, load_profile
 from offbeat.profile.source import load_recording
 from offbeat.profile.traces import read_traces
@@ -170,7 +170,8 @@ ACCUMULATING = (
 )
 
 
-@pytest.mark.parametrize(("job", "synchronisations"), mostly_slow(ACCUMULATING, ACCUMULATING[2:3]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "synchronisations"), ACCUMULATING)
 def test_accumulating_jobs_are_recorded_and_replayed(job: str, synchronisations: int, tmp_path: Path) -> None:
     facts = profile_job(job, 2, tmp_path)
     assert (facts["steps"], facts["passes_per_step"]) == (STEPS, PASSES)
@@ -209,11 +210,10 @@ dist.destroy_process_group()
 """
 
 
-def test_a_ddp_job_can_be_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ddp_job_can_be_recorded_again(tmp_path: Path) -> None:
     """DDP keeps its communication hook, so the second recorder must find the first one's."""
     (tmp_path / "train.py").write_text(MODEL + TWICE)
-    monkeypatch.chdir(tmp_path)
-    assert run_script(["train.py"], 2, {"OMP_NUM_THREADS": "1"}, 120) == 0
+    assert run_script(tmp_path / "train.py", 2) == [0, 0]
     sent = []
     for name in ("one", "two"):
         traces, _ = read_traces(tmp_path / name)
@@ -278,15 +278,8 @@ with offbeat.Recorder("trace") as recorder:
     train(model, sgd(model), 1000, after)
 """
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode != 0
+    survivor, killed = run_script(tmp_path / "train.py", 2)
+    assert (survivor, killed) == (1, -signal.SIGKILL)
     traces, notes = read_traces(tmp_path / "trace")
     assert [trace.rank for trace in traces] == [0, 1]
     # Step 0 is cut, because the recorder found the model in it.

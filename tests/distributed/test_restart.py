@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import start_ranks
 
 JOB = Path(__file__).with_name("restart_job.py")
 STEPS = 6
@@ -43,8 +44,10 @@ def losses(directory: Path) -> list[list[float]]:
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("builder", [pytest.param("overlap", marks=pytest.mark.slow), "partitioned_ps"])
 def test_a_relaunched_job_repeats_the_unbroken_one(tmp_path: Path, builder: str):
-    unbroken = run(tmp_path / "unbroken", builder, kill_at=-1)
-    assert unbroken.returncode == 0, unbroken.stderr[-2000:]
+    (tmp_path / "unbroken").mkdir()
+    arguments = [str(tmp_path / "unbroken"), builder, str(STEPS), "-1"]
+    ranks = start_ranks(2, *arguments, directory=tmp_path, script=JOB, pipes=False)
+    assert [rank.wait() for rank in ranks] == [0, 0]
     broken = run(tmp_path / "broken", builder, kill_at=3)
     assert broken.returncode == 0, broken.stderr[-2000:]
     assert (tmp_path / "broken" / "killed").exists()

@@ -64,12 +64,18 @@ def test_one_run_alone_gives_the_graph_with_compute_times(graph):
     assert 0 < sum(compute) < 1
 
 
-def test_trials_share_processes_and_stop_early(graph):
+def test_trials_share_processes_stop_early_and_survive_a_refusal(graph):
     here = runner()
-    strategies = [*Sampler(graph, CLUSTER, 0).sample(2), build_strategy("ddp", graph, CLUSTER)]
+    stranger = Strategy(
+        variables={"layers.0.weight": VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(7,)),))}
+    )
+    strategies = [*Sampler(graph, CLUSTER, 0).sample(2), stranger, build_strategy("ddp", graph, CLUSTER)]
     trials = list(here.run(graph, CLUSTER, strategies))
     assert here.machines.run.call_count == 1
     assert [trial.strategy for trial in trials] == strategies
+    refused = trials.pop(2)
+    assert refused.status == "refused"
+    assert "rank 7 is outside the cluster" in refused.error
     assert [(trial.status, len(trial.steps)) for trial in trials] == [("done", 4)] * 3
     assert all(0 < trial.seconds < 10 for trial in trials)
     (bad,) = here.run(graph, CLUSTER, strategies[:1], best_seconds=1e-9)
@@ -87,18 +93,6 @@ def test_a_failure_is_recorded_and_named(graph, fault, status, words):
     assert trial.status == status
     assert trial.seconds is None
     assert words in trial.error
-
-
-def test_a_refused_strategy_does_not_cost_the_next(graph):
-    here = runner()
-    stranger = Strategy(
-        variables={"layers.0.weight": VariableConfig(shards=(Shard(synchronizer="parameter_server", placement=(7,)),))}
-    )
-    refused, done = here.run(graph, CLUSTER, [stranger, build_strategy("ddp", graph, CLUSTER)])
-    assert refused.status == "refused"
-    assert "rank 7 is outside the cluster" in refused.error
-    assert done.status == "done"
-    assert here.machines.run.call_count == 1
 
 
 @pytest.mark.slow

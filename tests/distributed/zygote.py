@@ -60,11 +60,12 @@ class Zygote:
     def start(
         self, script: Path, arguments: Sequence[str], log: Path, variables: Mapping[str, str], *, pipes: bool = True
     ) -> Forked:
-        """Runs the script with these variables on top of the environment.
+        """Runs the script with these variables on top of the environment, in the folder of its log.
 
         Its stderr goes to `log`; without `pipes` stdout does too, and stdin is empty.
         """
         request = {"script": str(script), "arguments": list(arguments), "variables": dict(variables)}
+        request["folder"] = str(log.parent.absolute())
         with log.open("wb") as said, open(os.devnull, "rb") as nothing:
             if not pipes:
                 return Forked(self, self.ask(request, [nothing.fileno(), said.fileno(), said.fileno()]))
@@ -110,6 +111,7 @@ def _serve(client: socket.socket) -> str | None:
                     os.dup2(file, stream)
                     os.close(file)
                 os.environ |= request["variables"]
+                os.chdir(request["folder"])
                 sys.argv = [request["script"], *request["arguments"]]
                 return request["script"]
             for file in files:
