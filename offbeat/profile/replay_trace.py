@@ -72,8 +72,9 @@ def replay_trace(
     zero = float(np.nanmin(np.concatenate([timeline.marks.ravel(), timeline.start[marked], timeline.queued[marked]])))
     # Spans of communication of ranks with steps, in the order in which they ended.
     spans = np.flatnonzero((timeline.kind == COMMUNICATION) & marked)
-    spans = spans[np.lexsort((timeline.start[spans], timeline.end[spans]))]
-    issued = np.fmin(timeline.queued[spans], timeline.start[spans])
+    issued = np.fmin(timeline.queued, timeline.start)
+    spans = spans[np.lexsort((issued[spans], timeline.start[spans], timeline.end[spans]))]
+    issued = issued[spans]
     chains: list[_Chain] = []
     for row, rank in enumerate(timeline.marked_ranks):
         first = chains[-1].first + len(chains[-1].seconds) if chains else 0
@@ -179,7 +180,8 @@ def _waited_for(group: Ints, issued: Floats, end: Floats) -> tuple[Ints, Ints]:
     left = np.repeat(np.arange(len(group)), size)
     offset = np.arange(len(left)) - np.repeat(np.cumsum(size) - size, size)
     right = order[np.repeat((np.cumsum(counts) - counts)[group], size) + offset]
-    before = issued[right] <= end[left]
+    # One that was issued as the span ended may itself have waited for that end.
+    before = (issued[right] < end[left]) | (left == right)
     return left[before], right[before]
 
 
