@@ -142,9 +142,7 @@ def test_parts_of_a_collective_that_follow_each_other_come_back() -> None:
         for start, end in ((0.010, 0.020), (0.020, 0.030), (0.030, 0.030)):
             builder.add(rank, NETWORK, "communication", "all_reduce", start, end, step=0, bytes=8, task=0)
         # Asked for long before, but listed behind another part of the same moment.
-        builder.add(
-            rank, NETWORK, "communication", "all_reduce", 0.030, 0.030, step=0, queued=0.010, bytes=8, task=1
-        )
+        builder.add(rank, NETWORK, "communication", "all_reduce", 0.030, 0.030, step=0, queued=0.010, bytes=8, task=1)
     timeline = builder.build(np.array([[0.0, 0.040]] * 2))
     again = replay_trace(timeline)
     np.testing.assert_allclose(again.end, timeline.end, atol=1e-9)
