@@ -97,20 +97,15 @@ def _compared_clocks(traces: list[RankTrace]) -> Alignment:
     return Alignment(tuple(trace.rank for trace in traces), reference, np.array(offset), np.array(drift))
 
 
-def _moved(trace: RankTrace, clock: Callable[[float], float]) -> RankTrace:
-    """The trace with `clock` applied to every time."""
-    return replace(trace, ticks=_with_clock(trace.ticks, clock), steps=_with_clock(trace.steps, clock))
-
-
-def _with_clock(value: Any, clock: Callable[[float], float]) -> Any:
+def _moved(value: Any, clock: Callable[[float], float]) -> Any:
     """The value with `clock` applied to all floats in it, which are times."""
     if isinstance(value, float):
         return clock(value)
     if isinstance(value, tuple):
-        moved = (_with_clock(each, clock) for each in value)
+        moved = (_moved(each, clock) for each in value)
         return Collective(*moved) if isinstance(value, Collective) else tuple(moved)
-    if isinstance(value, Step | Pass):
-        return replace(value, **{each.name: _with_clock(getattr(value, each.name), clock) for each in fields(value)})
+    if isinstance(value, RankTrace | Step | Pass):
+        return replace(value, **{each.name: _moved(getattr(value, each.name), clock) for each in fields(value)})
     return value
 
 
