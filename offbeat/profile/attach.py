@@ -45,6 +45,12 @@ class ScriptRecorder(Recorder):
         self.done = False
         self.handle = register_module_forward_pre_hook(self._find_model)
 
+    def __enter__(self) -> Recorder:
+        if dist.is_initialized():
+            # The script has joined its job since this recorder was made.
+            self.rank = dist.get_rank()
+        return super().__enter__()
+
     def _find_model(self, module: torch.nn.Module, _: Any) -> None:
         if not is_trained(module):
             return

@@ -54,6 +54,7 @@ class Recorder:
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
         self.folder = Path(folder)
         self.calibrate = calibrate
+        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
         self.undo = contextlib.ExitStack()
@@ -69,7 +70,6 @@ class Recorder:
         self._begin_step()
 
     def __enter__(self) -> "Recorder":
-        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self._open()
         self.recording = True
         self.finder = register_module_forward_pre_hook(self._first_forward)
