@@ -101,13 +101,14 @@ def clock_offsets(events: CommunicationEvents, machine: Mapping[int, Hashable] |
     _note_unreached(ranks, clock, component, notes)
     shift = coarse[events.rank]
     events = replace(events, start=events.start - shift, end=events.end - shift)
-    ends, (sends, receives) = events.ends(TOGETHER), _transfers(events)
-    times = np.concatenate([ends.end, events.start[sends]])
+    ends, transfers = events.ends(TOGETHER), events.ends(SEND, RECEIVE)
+    sends = [rows[transfers.role[rows] == SEND] for _, _, *sides in transfers.pairs() for rows in sides]
+    times = np.concatenate([ends.end, *(transfers.start[rows] for rows in sends)])
     first, last = (float(times.min()), float(times.max())) if len(times) else (0.0, 0.0)
     window = clockfit.Window(middle=(first + last) / 2, half=max((last - first) / 2, 1e-3))
     free = np.flatnonzero(component != np.arange(count))
     pairs, kept = clockfit.compare_ends(ends, window)
-    pairs += compare_transfers(events, sends, receives, window)
+    pairs += compare_transfers(transfers, window)
     offset, drift, hessian = clockfit.solve(pairs, count, free, window)
     bounds = np.full((count, count), np.inf) if len(lacking) else clockfit.end_bounds(ends, drift, kept, window)
     for pair in pairs:
@@ -137,15 +138,6 @@ def apply(timeline: Timeline, alignment: Alignment) -> Timeline:
             column[own] = clock(column[own])
         marks[row : row + 1] = clock(marks[row : row + 1])
     return replace(timeline, **times, marks=marks, critical=None, notes=(*timeline.notes, *alignment.notes))
-
-
-def _transfers(events: CommunicationEvents) -> tuple[Ints, Ints]:
-    """Rows of the SENDs and of the RECVs of transfers between different clocks."""
-    sends, receives = (np.flatnonzero(events.role == role) for role in (SEND, RECEIVE))
-    _, first, second = np.intersect1d(events.occurrence[sends], events.occurrence[receives], return_indices=True)
-    sends, receives = sends[first], receives[second]
-    apart = events.rank[sends] != events.rank[receives]
-    return sends[apart], receives[apart]
 
 
 def _clocks(ranks: Ints, machine: Mapping[int, Hashable], events: CommunicationEvents, notes: list[str]) -> Ints:

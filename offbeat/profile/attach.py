@@ -32,19 +32,24 @@ WARM_UP_STEPS = 3
 OVERHEAD_FILE = "overhead.json"
 
 
-class Attachment:
+class ScriptRecorder(Recorder):
     """Finds the model and its optimizer from outside, counts steps, and records some of them."""
 
     def __init__(self, folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool) -> None:
-        self.folder = Path(folder)
-        self.steps, self.plain_steps, self.run_on = steps, plain_steps, run_on
+        super().__init__(folder)
+        self.wanted, self.plain_steps, self.run_on = steps, plain_steps, run_on
         self.ends: list[float] = []
         """When each step ended, recorded or not."""
         self.root: torch.nn.Module | None = None
         self.optimizer: Any = None
-        self.recorder: Recorder | None = None
         self.done = False
         self.handle = register_module_forward_pre_hook(self._find_model)
+
+    def __enter__(self) -> Recorder:
+        if dist.is_initialized():
+            # The script has joined its job since this recorder was made.
+            self.rank = dist.get_rank()
+        return super().__enter__()
 
     def _find_model(self, module: torch.nn.Module, _: Any) -> None:
         if not is_trained(module):
@@ -58,12 +63,16 @@ class Attachment:
         else:
             register_optimizer_step_post_hook(self._plain_step)
         if not self.plain_steps:
-            self._record()
+            self.__enter__()
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # Torch iterates over its hooks now, so this one cannot be removed; once recording, it does nothing.
-        if self.recorder is None:
+        if not self.recording:
             self._optimizer_stepped(optimizer)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        super()._optimizer_ends()
+        self._optimizer_stepped(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts the steps of the first optimizer with a parameter of the model."""
@@ -79,22 +88,17 @@ class Attachment:
         if self.done:
             return
         self.ends.append(time.perf_counter())
-        if self.recorder is None:
+        if not self.recording:
             if len(self.ends) >= self.plain_steps:
-                self._record()
+                self.__enter__()
             return
-        self.recorder.step()
+        self.step()
         # The first step recorded is cut, because the model is found in its forward.
-        if self.recorder.steps > self.steps:
+        if self.steps > self.wanted:
             if self.run_on:
                 self.close()
             else:
                 self._end_together()
-
-    def _record(self) -> None:
-        self.recorder = Recorder(self.folder)
-        self.recorder.optimizer_stepped = self._optimizer_stepped
-        self.recorder.__enter__()
 
     def _end_together(self) -> None:
         if self.root is not None and runtime_of(self.root):
@@ -112,15 +116,15 @@ class Attachment:
         if self.done:
             return
         self.done = True
-        if self.recorder is None:
+        if not self.recording:
             if error is None:
                 raise OffbeatError(
                     f"{self.folder}: nothing was recorded, because the script made {len(self.ends)} steps "
                     f"and recording begins after {self.plain_steps}; --plain-steps changes that"
                 )
             return
-        self.recorder.__exit__(type(error) if error else None, error, None)
-        if self.recorder.rank == 0 and self.recorder.kind:
+        self.__exit__(type(error) if error else None, error, None)
+        if self.rank == 0 and self.kind:
             seconds = [end - before for before, end in pairwise(self.ends)]
             # The step in which the recorder was attached counts for neither.
             plain, recorded = seconds[WARM_UP_STEPS : max(0, self.plain_steps - 1)], seconds[max(1, self.plain_steps) :]
@@ -146,13 +150,13 @@ def record_script(
     script: Sequence[str], folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool
 ) -> None:
     """Runs a script in this process and records some of its steps."""
-    attachment = Attachment(folder, steps, plain_steps, run_on)
+    recorder = ScriptRecorder(folder, steps, plain_steps, run_on)
     try:
         run_script(script[0], script[1:])
     except BaseException as error:
-        attachment.close(error)
+        recorder.close(error)
         raise
-    attachment.close()
+    recorder.close()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -177,22 +178,20 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
     elements = max(channel.size, size // 4 // channel.size * channel.size)
     tensor = torch.zeros(elements, device=device)
     root = channel.ranks[turn % channel.size]
+    arguments: tuple[Any, ...]
     match kind:
         case "all_reduce":
-            return lambda: channel.all_reduce(tensor)
-        case "reduce":
-            return lambda: channel.reduce(tensor, root)
-        case "broadcast":
-            return lambda: channel.broadcast(tensor, root)
+            arguments = (tensor,)
+        case "reduce" | "broadcast":
+            arguments = (tensor, root)
         case "all_gather":
-            gathered = torch.zeros(elements * channel.size, device=device)
-            return lambda: channel.all_gather(gathered, tensor)
+            arguments = (torch.zeros(elements * channel.size, device=device), tensor)
         case "reduce_scatter":
-            part = torch.zeros(elements // channel.size, device=device)
-            return lambda: channel.reduce_scatter(part, tensor)
+            arguments = (torch.zeros(elements // channel.size, device=device), tensor)
         case _:
             outputs = [torch.zeros_like(tensor) for _ in channel.ranks] if channel.ranks[channel.index] == root else []
-            return lambda: channel.gather(outputs, tensor, root)
+            arguments = (outputs, tensor, root)
+    return partial(getattr(channel, kind), *arguments)
 
 
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:

@@ -7,7 +7,6 @@ Communication slows computing down (`Costs.interference`): a span that takes `ba
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median, mode
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Operator, Phase, Variable, update_operators
-from offbeat.profile.lines import Pass, RankTrace, Step
-from offbeat.profile.traces import backward_spans, forward_spans
+from offbeat.profile.lines import RankTrace, Step
 from offbeat.simulate.predict import busy_until
 from offbeat.timeline.observer import covered
 
@@ -34,7 +32,6 @@ MOST = 1.0
 _UNKNOWN: dict[str, Any] = {"kind": "other", "target": "module", "inputs": (), "outputs": ()}
 _UNKNOWN |= dict.fromkeys(("flops", "bytes_read", "bytes_written", "activation_bytes"), 0)
 """Fields of an operator that hooks do not tell."""
-Spans = Callable[[Pass], Iterator[tuple[int, float, float]]]
 
 
 def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: int = 1) -> tuple[ModelGraph, float]:
@@ -45,7 +42,7 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     """
     first = traces[0]
     calls = mode(tuple(module for module, _, _ in part.forward) for step in first.steps for part in step.passes)
-    grads = mode(tuple(parameter for parameter, _ in part.backward) for step in first.steps for part in step.passes)
+    grads = mode(tuple(parameter for parameter, _, _ in part.backward) for step in first.steps for part in step.passes)
     passes = mode(len(step.passes) for step in first.steps)
     # A pass that follows a synchronising one may have waited for it.
     counted = 1 if synchronisations > 1 else passes
@@ -104,7 +101,7 @@ def _alone(
     Steps that make these calls and gradients in so many passes count, with the first `counted` of their passes.
     """
     found = []
-    for spans, keys in ((forward_spans, calls), (backward_spans, grads)):
+    for spans, keys in (("forward", calls), ("backward", grads)):
         samples = [_shares(trace, spans, keys, passes) for trace in traces]
         found.append([(s[:, :counted], share[:, :counted]) for s, share in samples if len(s)])
     flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for phase in found for s, share in phase]
@@ -119,14 +116,17 @@ def _alone(
 
 
 def _shares(
-    trace: RankTrace, spans: Spans, wanted: tuple[int, ...], passes: int
+    trace: RankTrace, spans: str, wanted: tuple[int, ...], passes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds, and share of communication, of each span: arrays (steps that made the wanted calls, passes, spans)."""
+    """Seconds, and share of communication, of each span of `Pass.forward` or `Pass.backward`.
+
+    Both are arrays (steps that made the wanted calls, passes, spans).
+    """
     seconds, share = [], []
     rows = [row for step in trace.steps for row in step.communication]
     busy = busy_until(np.array([row.issued for row in rows]), np.array([row.finished for row in rows]))
     for step in trace.steps:
-        found = [list(spans(part)) for part in step.passes]
+        found = [getattr(part, spans) for part in step.passes]
         if [tuple(key for key, _, _ in part) for part in found] != [wanted] * passes:
             continue
         start = np.array([[begin for _, begin, _ in part] for part in found])
@@ -173,8 +173,7 @@ def _operator(phase: Phase, number: int, module: str, seconds: float, *variables
 
 
 def _compute_spans(step: Step) -> list[tuple[float, float]]:
-    spans = (span for part in step.passes for span in (*forward_spans(part), *backward_spans(part)))
-    return [(start, end) for _, start, end in spans]
+    return [(start, end) for part in step.passes for _, start, end in part.forward + part.backward]
 
 
 def compute_scale(traces: list[RankTrace]) -> dict[int, float]:
@@ -201,9 +200,8 @@ def _waits_behind_backward(trace: RankTrace, step: Step) -> list[tuple[float, fl
     waits = []
     for part, following in pairwise(step.passes):
         sent = [row.finished for row in step.communication if part.begin <= row.queued < following.begin]
-        reached = following.forward[0][1] if following.forward else following.begin
         if sent:
-            waits.append((part.end, min(max(part.end, *sent), reached)))
+            waits.append((part.end, min(max(part.end, *sent), following.reached)))
     last = step.passes[-1]
     if trace.job != "offbeat" and trace.world > 1 and last.backward:
         updates = [start for kind, _, start, _ in step.local if kind == "optimizer" and start >= last.end]

@@ -63,11 +63,12 @@ def combine(traces: Iterable[Trace]) -> Timeline:
     traces = sorted(traces, key=lambda trace: trace.rank)
     notes = [note for trace in traces for note in trace.notes]
     zero = min(trace.origin_ns for trace in traces)
+    shifts = [(trace.origin_ns - zero) * 1e-9 for trace in traces]
     steps = _common_steps(traces, notes)
     marks = np.empty((0, 0))
     if steps:
         begins = [[trace.steps[step][0] for step in steps] + [trace.steps[steps[-1]][1]] for trace in traces]
-        marks = np.array(begins) + np.array([[(trace.origin_ns - zero) * 1e-9] for trace in traces])
+        marks = np.array(begins) + np.array(shifts)[:, None]
     if not any(trace.collectives for trace in traces) and max(len(traces), *(trace.world for trace in traces)) > 1:
         notes.append(
             "the job has several ranks but its traces show no communication; "
@@ -77,8 +78,7 @@ def combine(traces: Iterable[Trace]) -> Timeline:
     tracks: dict[str, int] = {COMPUTE: 0, NETWORK: 1}
     collectives: list[tuple[int, Collective, int]] = []
     parts = []
-    for place, trace in enumerate(traces):
-        shift, row = (trace.origin_ns - zero) * 1e-9, marks[place] if steps else np.empty(0)
+    for place, (trace, shift) in enumerate(zip(traces, shifts, strict=True)):
         builder = Builder()
         for event in trace.collectives:
             lane, queued, size = str(event.lane), event.queued, event.bytes
@@ -86,7 +86,7 @@ def combine(traces: Iterable[Trace]) -> Timeline:
                 trace.rank, lane, "communication", event.kind, event.start, event.end, queued=queued, bytes=size
             )
         for label, spans in ((COMPUTE, trace.work), (NETWORK, builder.build())):
-            parts.append(_columns(label, spans, shift, row, names, tracks))
+            parts.append(_columns(label, spans, shift, marks[place : place + 1].ravel(), names, tracks))
         step = parts[-1]["step"].tolist()
         collectives += [(trace.rank, event, number) for event, number in zip(trace.collectives, step, strict=True)]
     columns = {name: np.concatenate([part[name] for part in parts]).astype(dtype) for name, dtype in COLUMNS.items()}
@@ -132,14 +132,13 @@ def _columns(
 
 def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDArray[np.int64]:
     """Task numbers of (rank, collective, step), equal on all participants; -1 for what cannot be matched."""
-    keys: list[tuple[tuple[object, ...], int] | None] = []
-    """Of each collective, what it is in which step, and its place or sequence number among those."""
+    found: list[tuple[int, tuple[object, ...], int]] = []
+    """Position of each collective, what it is in which step, and its place or sequence number among those."""
     numbers: defaultdict[tuple[object, ...], set[int]] = defaultdict(set)
     seen: Counter[tuple[object, ...]] = Counter()
-    for rank, event, step in collectives:
+    for position, (rank, event, step) in enumerate(collectives):
         transfer = event.kind in ("send", "recv")
         if (stepped and step < 0) or (transfer and event.peer < 0):
-            keys.append(None)
             continue
         ends = (rank, event.peer) if event.kind == "send" else (event.peer, rank) if transfer else ()
         size = event.elements if event.kind in _SIZED else -1
@@ -148,12 +147,10 @@ def _tasks(collectives: list[tuple[int, Collective, int]], stepped: bool) -> NDA
         number = event.sequence if event.sequence >= 0 else seen[rank, what]
         seen[rank, what] += 1
         numbers[what].add(number)
-        keys.append((what, number))
+        found.append((position, what, number))
     places = {what: {number: place for place, number in enumerate(sorted(all_))} for what, all_ in numbers.items()}
     known: dict[tuple[object, ...], int] = {}
-    result = np.full(len(keys), -1, np.int64)
-    for position, key in enumerate(keys):
-        if key is not None:
-            same, number = key
-            result[position] = known.setdefault((*same[1:], places[same][number]), len(known))
+    result = np.full(len(collectives), -1, np.int64)
+    for position, same, number in found:
+        result[position] = known.setdefault((*same[1:], places[same][number]), len(known))
     return result

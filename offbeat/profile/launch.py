@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
-from offbeat.launch import LOOPBACK, TIMED_OUT, LocalJob, exit_code, free_port
+from offbeat.launch import LOOPBACK, TIMED_OUT, LocalJob, exit_code, first_failure, free_port
 
 RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
 """The files of a recording, which a new one replaces."""
@@ -45,5 +45,5 @@ def run_script(
     with LocalJob(arguments, range(ranks), ranks, master, variables or {}, captured=False) as job:
         if not job.wait(timeout):
             return TIMED_OUT
-        failed = [end.returncode for end in job.finish() if end.outcome == "exited" and end.returncode]
-    return exit_code(failed[0]) if failed else 0
+        failure = first_failure(job.finish())
+    return exit_code(failure.returncode) if failure else 0

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -58,16 +58,14 @@ class Pass:
     """A forward and the backward that follows it; times on the rank's clock."""
 
     begin: float
+    reached: float
+    """When its first module was reached."""
     forward: tuple[tuple[int, float, float], ...]
-    """(module, reached, begun) for each module with parameters, in the order of the calls."""
-    forward_end: float
-    backward: tuple[tuple[int, float], ...]
-    """(parameter, complete) for each gradient, in order."""
-
-    @property
-    def end(self) -> float:
-        """When its last gradient was complete."""
-        return max(self.forward_end, self.backward[-1][1]) if self.backward else self.forward_end
+    """(module, start, end) of each call of a module with parameters: until the next one is reached."""
+    backward: tuple[tuple[int, float, float], ...]
+    """(parameter, start, end) of each gradient: from the gradient before it until its own is complete."""
+    end: float
+    """When its last gradient was complete."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +274,14 @@ def _passes(line: _StepLine) -> tuple[Pass, ...]:
     for start, _ in calls[1:]:
         if bisect_right(complete, starts[-1]) < bisect_right(complete, start):
             starts.append(start)
-    edges = [-math.inf, *starts[1:], math.inf]
-    return tuple(
-        Pass(
-            begin=start,
-            forward=tuple(row for row in line.forward if since <= row[1] < until),
-            forward_end=max((end for at, end in calls if since <= at < until), default=start),
-            backward=tuple(row for row in line.backward if since < row[1] <= until),
-        )
-        for start, (since, until) in zip(starts, pairwise(edges), strict=True)
-    )
+    passes = []
+    for start, (since, until) in zip(starts, pairwise([-math.inf, *starts[1:], math.inf]), strict=True):
+        called = [row for row in line.forward if since <= row[1] < until]
+        forward_end = max((end for at, end in calls if since <= at < until), default=start)
+        reached = [*(at for _, at, _ in called), forward_end]
+        forward = [(row[0], row[2], max(row[2], end)) for row, end in zip(called, reached[1:], strict=True)]
+        grads = [row for row in line.backward if since < row[1] <= until]
+        ends = list(accumulate((at for _, at in grads), max, initial=forward_end))
+        backward = [(row[0], *span) for row, span in zip(grads, pairwise(ends), strict=True)]
+        passes.append(Pass(start, reached[0] if called else start, tuple(forward), tuple(backward), ends[-1]))
+    return tuple(passes)

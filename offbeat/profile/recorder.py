@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -68,8 +67,6 @@ class Recorder:
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.collectives: list[tuple[Any, ...]] = []
         self.optimizer_began = 0.0
-        self.optimizer_stepped: Callable[[torch.optim.Optimizer], None] | None = None
-        """Called after each step of a torch optimizer."""
         self._begin_step()
 
     def __enter__(self) -> "Recorder":
@@ -283,11 +280,9 @@ class Recorder:
     def _optimizer_begins(self, *_: Any) -> None:
         self.optimizer_began = time.perf_counter()
 
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_ends(self, *_: Any) -> None:
         self.line["updated"] = True
         self.local("optimizer", (), self.optimizer_began, time.perf_counter())
-        if self.optimizer_stepped is not None:
-            self.optimizer_stepped(optimizer)
 
     def _engine_stepped(self) -> None:
         self.line["updated"] = True

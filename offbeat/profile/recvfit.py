@@ -8,7 +8,7 @@ convex solver is used; and the fastest 80% of each family count, because a late 
 
 import numpy as np
 
-from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, CommunicationEvents, Floats, Ints, Pair, Window, changes
+from offbeat.profile.clockfit import DRIFT_PRIOR, LEAST_SCALE, SEND, CommunicationEvents, Floats, Ints, Pair, Window
 
 _FASTEST_SHARE = 0.8
 
@@ -33,16 +33,15 @@ def recv_variance(seconds: Floats, since_send: Floats, family: Ints, difference:
     return (np.where(inside, spans - mean[:, None], 0) ** 2).sum(axis=(0, 1))
 
 
-def compare_transfers(events: CommunicationEvents, sends: Ints, receives: Ints, window: Window) -> list[Pair]:
-    """Compares each two clocks between which there are transfers; `sends` and `receives` are the rows of each one."""
-    low = np.minimum(events.rank[sends], events.rank[receives])
-    high = np.maximum(events.rank[sends], events.rank[receives])
-    order = np.lexsort((high, low))
-    begins = np.flatnonzero(changes(low[order], high[order]))
+def compare_transfers(events: CommunicationEvents, window: Window) -> list[Pair]:
+    """Compares each two clocks between which there are transfers, of which `events` has both sides and nothing else."""
     result = []
-    for rows in np.split(order, begins[1:]) if len(order) else []:
-        rows = rows[:: max(1, len(rows) // 2000)]  # noqa: PLW2901 - enough for one pair, and keeps 64 x 64 pairs quick
-        result.append(_fit_pair(events, sends[rows], receives[rows], int(low[rows[0]]), int(high[rows[0]]), window))
+    for low, high, lead, rows in events.pairs():
+        # Enough for one pair, and keeps 64 x 64 pairs quick.
+        some = slice(None, None, max(1, len(rows) // 2000))
+        sent = events.role[lead] == SEND
+        sends, receives = np.where(sent, lead, rows)[some], np.where(sent, rows, lead)[some]
+        result.append(_fit_pair(events, sends, receives, low, high, window))
     return result
 
 

@@ -15,10 +15,10 @@ unchanged gives the measured times back.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from offbeat.cost.tables import LinkFit, fit_linear
 from offbeat.errors import OffbeatError
@@ -32,18 +32,6 @@ LEAST_WAIT_SECONDS = 5e-5
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-class _Chain(NamedTuple):
-    """One rank's pieces: piece i lies between cuts i and i + 1, in measured time, and is task `first` + i."""
-
-    rank: int
-    first: int
-    cuts: Floats
-    seconds: Floats
-    """Of each piece, beside waiting."""
-    waits: Ints
-    """Rows of (collective's place in `spans`, piece that waits for it)."""
 
 
 def replay_trace(
@@ -72,74 +60,85 @@ def replay_trace(
     zero = float(np.nanmin(np.concatenate([timeline.marks.ravel(), timeline.start[marked], timeline.queued[marked]])))
     # Spans of communication of ranks with steps, in the order in which they ended.
     spans = np.flatnonzero((timeline.kind == COMMUNICATION) & marked)
-    spans = spans[np.lexsort((timeline.start[spans], timeline.end[spans]))]
-    issued = np.fmin(timeline.queued[spans], timeline.start[spans])
-    chains: list[_Chain] = []
-    for row, rank in enumerate(timeline.marked_ranks):
-        first = chains[-1].first + len(chains[-1].seconds) if chains else 0
-        factor = (stragglers or {}).get(rank, 1.0) / compute
-        chains.append(_chain(timeline, rank, first, timeline.marks[row], spans, issued, zero, factor))
-    graph, first_span = _task_graph(timeline, chains, spans, issued, bandwidth, latency)
+    issued = np.fmin(timeline.queued, timeline.start)
+    spans = spans[np.lexsort((issued[spans], timeline.start[spans], timeline.end[spans]))]
+    factors = {rank: (stragglers or {}).get(rank, 1.0) / compute for rank in timeline.marked_ranks}
+    graph, chains = _task_graph(timeline, spans, issued[spans], zero, bandwidth, latency, factors)
     result = replay(graph)
     times = {name: getattr(timeline, name).copy() for name in ("start", "end", "queued")}
     marks = timeline.marks.copy()
-    for row, chain in enumerate(chains):
+    for row, (rank, (pieces, cuts)) in enumerate(chains.items()):
         # A wait begins where the piece before it ends, though its task starts only when it is over.
-        ends = result.end[chain.first : chain.first + len(chain.seconds)]
-        moved = zero + np.concatenate([[0.0], ends])
-        mine = timeline.rank == chain.rank
+        moved = zero + np.concatenate([[0.0], result.end[pieces]])
+        mine = timeline.rank == rank
         for column in times.values():
-            column[mine] = np.interp(column[mine], chain.cuts, moved)
-        marks[row] = np.interp(marks[row], chain.cuts, moved)
-    times["start"][spans] = zero + result.start[first_span:]
-    times["end"][spans] = zero + result.end[first_span:]
+            column[mine] = np.interp(column[mine], cuts, moved)
+        marks[row] = np.interp(marks[row], cuts, moved)
+    times["start"][spans] = zero + result.start[: len(spans)]
+    times["end"][spans] = zero + result.end[: len(spans)]
     return replace(timeline, **times, marks=marks, critical=None, source="predicted", peak_memory=())
 
 
 def _task_graph(
-    timeline: Timeline, chains: list[_Chain], spans: Ints, issued: Floats, bandwidth: float, latency: float
-) -> tuple[TaskGraph, int]:
-    """The tasks of all ranks: the pieces of each rank in order, then the collectives, and the first of those."""
-    first_span = chains[-1].first + len(chains[-1].seconds)
-    group = _groups(timeline, spans)
-    left, right = _waited_for(group, issued, timeline.end[spans])
+    timeline: Timeline,
+    spans: Ints,
+    issued: Floats,
+    zero: float,
+    bandwidth: float,
+    latency: float,
+    factors: Mapping[int, float],
+) -> tuple[TaskGraph, dict[int, tuple[Ints, Floats]]]:
+    """The tasks: the collectives, then each rank's pieces in order; and by rank its pieces' tasks and the cuts.
+
+    Piece i lies between cuts i and i + 1, in measured time. `factors` says how much longer each rank computes.
+    """
+    chains: dict[int, tuple[Ints, Floats]] = {}
+    seconds, edges, first = [], [], len(spans)
     # The link of a rank carries one collective after another, and each begins when all have issued it.
     end, before, source = timeline.end[spans], np.full(len(spans), -1), np.full(len(spans), -1)
-    edges = []
-    for chain in chains:
-        ids = chain.first + np.arange(len(chain.seconds))
-        edges.append(np.stack([ids[:-1], ids[1:]], axis=1))
-        edges.append(chain.waits + np.array([first_span, chain.first]))
-        mine = np.flatnonzero(timeline.rank[spans] == chain.rank)
-        before[mine[1:]] = mine[:-1]
-        piece = np.searchsorted(chain.cuts, issued[mine], side="left") - 1
-        source[mine] = np.where(piece >= 0, chain.first + piece, -1)
-    known = source[right] >= 0
-    edges.append(np.stack([source[right[known]], first_span + left[known]], axis=1))
+    for row, (rank, factor) in enumerate(factors.items()):
+        own = np.flatnonzero(timeline.rank[spans] == rank)
+        cuts, lengths, waits = _pieces(timeline, rank, timeline.marks[row], end[own], issued[own], zero, factor)
+        pieces = first + np.arange(len(lengths))
+        first += len(lengths)
+        seconds.append(lengths)
+        chains[rank] = pieces, cuts
+        edges.append(np.stack([pieces[:-1], pieces[1:]], axis=1))
+        edges.append(np.stack([own[waits >= 0], pieces[waits[waits >= 0]]], axis=1))
+        before[own[1:]] = own[:-1]
+        piece = np.searchsorted(cuts, issued[own], side="left") - 1
+        source[own] = np.where(piece >= 0, pieces[piece], -1)
+    group = _groups(timeline, spans)
+    member = csr_array((np.ones(len(spans), bool), group, np.arange(len(spans) + 1)), shape=(len(spans), len(spans)))
+    span, other = (member @ member.T).nonzero()
+    # A span waits for participants that were issued before it ended, of whom one issued as it ended may wait for it.
+    waited = (issued[other] < end[span]) | (span == other)
+    span, other = span[waited], other[waited]
+    known = source[other] >= 0
+    edges.append(np.stack([source[other[known]], span[known]], axis=1))
     chained = np.flatnonzero(before >= 0)
-    edges.append(first_span + np.stack([before[chained], chained], axis=1))
+    edges.append(np.stack([before[chained], chained], axis=1))
     free = np.where(before >= 0, end[before], -np.inf)
-    np.maximum.at(free, left, issued[right])
+    np.maximum.at(free, span, issued[other])
     service = np.maximum(end - free, 0.0)
     if not bandwidth == latency == 1.0:
         service *= _link_factors(timeline, spans, group, service, bandwidth, latency)
-    total = np.concatenate([*(chain.seconds for chain in chains), service])
-    return TaskGraph.from_arrays(total, np.full(len(total), -1), np.concatenate(edges)), first_span
+    total = np.concatenate([service, *seconds])
+    return TaskGraph.from_arrays(total, np.full(len(total), -1), np.concatenate(edges)), chains
 
 
-def _chain(
-    timeline: Timeline, rank: int, first: int, marks: Floats, spans: Ints, issued: Floats, zero: float, factor: float
-) -> _Chain:
+def _pieces(
+    timeline: Timeline, rank: int, marks: Floats, ends: Floats, issued: Floats, zero: float, factor: float
+) -> tuple[Floats, Floats, Ints]:
+    """A rank's cuts, the seconds of each piece beside waiting, and the piece that waits for each collective, or -1."""
     own = timeline.rank == rank
     networks = [number for number, track in enumerate(timeline.tracks) if track.startswith(NETWORK)]
     wait = own & (timeline.kind == WAIT)
     work = own & (timeline.kind != WAIT) & (timeline.kind != COMMUNICATION) & ~np.isin(timeline.track, networks)
     busy = work | wait
-    mine = np.flatnonzero(timeline.rank[spans] == rank)
     last = max(float(timeline.end[own].max(initial=zero)), float(marks[-1]))
     # All ranks get a first cut at the same moment, so that the time before a rank's first span is a gap too.
-    edges = [timeline.start[busy], timeline.end[busy], marks, issued[mine], [zero, last]]
-    cuts = np.unique(np.concatenate(edges))
+    cuts = np.unique(np.concatenate([timeline.start[busy], timeline.end[busy], marks, issued, [zero, last]]))
     if len(cuts) == 1:
         cuts = np.append(cuts, cuts[0])
     middle = (cuts[:-1] + cuts[1:]) / 2
@@ -147,15 +146,14 @@ def _chain(
     working = _covered(middle, timeline.start[work], timeline.end[work]) & ~stood
     seconds = np.diff(cuts)
     # What each wait waits for: collectives issued before it that ended in it.
-    ends = timeline.end[spans[mine]]
     piece = np.clip(np.searchsorted(cuts, ends, side="left") - 1, 0, len(seconds) - 1)
     waited = ~working[piece] & (stood[piece] | (seconds[piece] >= LEAST_WAIT_SECONDS))
-    waited &= (issued[mine] <= cuts[piece]) & (ends > cuts[piece])
+    waited &= (issued <= cuts[piece]) & (ends > cuts[piece])
     last_end = np.full(len(seconds), -np.inf)
     np.maximum.at(last_end, piece[waited], ends[waited])
     seconds = np.where(np.isfinite(last_end), np.maximum(cuts[1:] - last_end, 0.0), seconds)
     seconds[working] *= factor
-    return _Chain(rank, first, cuts, seconds, np.stack([mine[waited], piece[waited]], axis=1))
+    return cuts, seconds, np.where(waited, piece, -1)
 
 
 def _covered(at: Floats, start: Floats, end: Floats) -> NDArray[np.bool_]:
@@ -166,21 +164,8 @@ def _covered(at: Floats, start: Floats, end: Floats) -> NDArray[np.bool_]:
 def _groups(timeline: Timeline, spans: Ints) -> Ints:
     """Equal for the spans of one collective; one of unknown task stands alone."""
     step, task = timeline.step[spans].astype(np.int64), timeline.task[spans].astype(np.int64)
-    alone = np.where(task < 0, np.arange(len(spans)), -1)
-    keys = np.stack([np.where(task < 0, -2, step), task, alone])
-    return np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1) if len(spans) else np.empty(0, np.int64)
-
-
-def _waited_for(group: Ints, issued: Floats, end: Floats) -> tuple[Ints, Ints]:
-    """Pairs (span, span of a participant that it could have waited for) of places in `spans`, each with itself too."""
-    order = np.argsort(group, kind="stable")
-    counts = np.bincount(group)
-    size = counts[group]
-    left = np.repeat(np.arange(len(group)), size)
-    offset = np.arange(len(left)) - np.repeat(np.cumsum(size) - size, size)
-    right = order[np.repeat((np.cumsum(counts) - counts)[group], size) + offset]
-    before = issued[right] <= end[left]
-    return left[before], right[before]
+    alone = -1 - np.arange(len(spans))
+    return np.unique(np.where(task < 0, alone, (step + 1) * (task.max(initial=0) + 1) + task), return_inverse=True)[1]
 
 
 def _link_factors(

@@ -9,6 +9,7 @@ import os
 import re
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,12 @@ class Collective:
     queued: float
     """When it was issued; NaN where unknown."""
     kind: str
-    group: str
-    """Process group, '' where unknown."""
     elements: int
     bytes: int
     lane: int
     """Stream or thread it ran on."""
+    group: str = ""
+    """Process group, '' where unknown."""
     peer: int = -1
     """The other rank of a send or recv, -1 where unknown."""
     sequence: int = -1
@@ -102,7 +103,8 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
         work=_work(collector, int(rank)),
         collectives=sorted(
-            _gloo(collector) + _nccl(collector), key=lambda each: each.start if np.isnan(each.queued) else each.queued
+            [*_gloo(collector), *_nccl(collector)],
+            key=lambda each: each.start if np.isnan(each.queued) else each.queued,
         ),
         notes=[faulty] if collector.faulty else [],
     )
@@ -163,6 +165,11 @@ class _Collector:
         elif category == "user_annotation" and name.startswith("Optimizer."):
             self.optimizer.append((start, start + duration))
 
+    def collective(self, start: float, duration: float, asked: float, dtype: object, **what: Any) -> Collective:
+        size = what["elements"] * _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::"), 4)
+        begin, queued = (start - self.first) * 1e-6, (asked - self.first) * 1e-6
+        return Collective(start=begin, end=begin + duration * 1e-6, queued=queued, bytes=size, **what)
+
     def _name(self, name: str) -> int:
         return self.names.setdefault(name[:200], len(self.names))
 
@@ -222,7 +229,7 @@ def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDA
     return kind
 
 
-def _gloo(collector: _Collector) -> list[Collective]:
+def _gloo(collector: _Collector) -> Iterator[Collective]:
     """gloo's ranges joined with the operators that issued them.
 
     gloo serves its queue in order, so the n-th range of a kind and size belongs to the n-th such operator, if that one
@@ -231,7 +238,6 @@ def _gloo(collector: _Collector) -> list[Collective]:
     issued: defaultdict[tuple[str, int], deque[tuple[float, Any]]] = defaultdict(deque)
     for start, kind, args in sorted(collector.issued, key=lambda item: item[0]):
         issued[kind, _elements(kind, args)].append((start, args.get("Concrete Inputs")))
-    result = []
     for start, duration, lane, kind, args in sorted(collector.ranges, key=lambda item: item[0]):
         elements, types = _elements(kind, args), args.get("Input type")
         waiting = issued[kind, elements]
@@ -239,27 +245,21 @@ def _gloo(collector: _Collector) -> list[Collective]:
         # send(tensors, group, destination, tag), and the same for recv.
         transfer = kind in ("send", "recv") and isinstance(given, list) and len(given) > 2
         peer = int(given[2]) if transfer and _RANK_TEXT.fullmatch(str(given[2])) else -1
-        begin, queued = (start - collector.first) * 1e-6, (asked - collector.first) * 1e-6
-        size = elements * _item_bytes(next(filter(None, types), None) if isinstance(types, list) else None)
-        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, "", elements, size, lane, peer))
-    return result
+        dtype = next(filter(None, types), None) if isinstance(types, list) else None
+        yield collector.collective(start, duration, asked, dtype, kind=kind, elements=elements, lane=lane, peer=peer)
 
 
-def _nccl(collector: _Collector) -> list[Collective]:
+def _nccl(collector: _Collector) -> Iterator[Collective]:
     """nccl's kernels; older versions describe them only on the launching side."""
-    result = []
     for start, duration, lane, name, args in sorted(collector.nccl, key=lambda item: item[0]):
         asked, described = collector.described.get(_number(args.get("External id")), (np.nan, {}))
         about = described | args
         kind = collective_kind(str(about.get("Collective name") or name))
         elements = min(max(0, _number(about.get("In msg nelems"), 0)), MOST_ELEMENTS)
-        begin = (start - collector.first) * 1e-6
         group = f"{about.get('Process Group Name', '')} {about.get('Process Group Ranks', '')}".strip()
         peer = _number(about.get("Dst Rank" if kind == "send" else "Src Rank")) if kind in ("send", "recv") else -1
-        queued = (asked - collector.first) * 1e-6
-        size = elements * _item_bytes(about.get("dtype"))
-        result.append(Collective(begin, begin + duration * 1e-6, queued, kind, group, elements, size, lane, peer))
-    return result
+        what = {"kind": kind, "group": group, "elements": elements, "lane": lane, "peer": peer}
+        yield collector.collective(start, duration, asked, about.get("dtype"), **what)
 
 
 def _is_time(value: object) -> bool:
@@ -297,7 +297,3 @@ def product(shape: object) -> int:
     for size in shape if isinstance(shape, list) else []:
         result = min(result * max(0, _number(size, 0)), MOST_ELEMENTS)
     return result
-
-
-def _item_bytes(dtype: object) -> int:
-    return _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::"), 4)

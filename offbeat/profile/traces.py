@@ -4,7 +4,7 @@ Files of other programs (Kineto's) are read by `offbeat.profile.kineto`. A file 
 notes and the other ranks are still analysed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
@@ -97,28 +97,23 @@ def _compared_clocks(traces: list[RankTrace]) -> Alignment:
     return Alignment(tuple(trace.rank for trace in traces), reference, np.array(offset), np.array(drift))
 
 
-def _moved(trace: RankTrace, clock: Callable[[float], float]) -> RankTrace:
-    """The trace with `clock` applied to every time."""
-    return replace(trace, ticks=_with_clock(trace.ticks, clock), steps=_with_clock(trace.steps, clock))
-
-
-def _with_clock(value: Any, clock: Callable[[float], float]) -> Any:
+def _moved(value: Any, clock: Callable[[float], float]) -> Any:
     """The value with `clock` applied to all floats in it, which are times."""
     if isinstance(value, float):
         return clock(value)
     if isinstance(value, tuple):
-        moved = (_with_clock(each, clock) for each in value)
+        moved = (_moved(each, clock) for each in value)
         return Collective(*moved) if isinstance(value, Collective) else tuple(moved)
-    if isinstance(value, Step | Pass):
-        return replace(value, **{each.name: _with_clock(getattr(value, each.name), clock) for each in fields(value)})
+    if isinstance(value, RankTrace | Step | Pass):
+        return replace(value, **{each.name: _moved(getattr(value, each.name), clock) for each in fields(value)})
     return value
 
 
 def _add_step(builder: Builder, trace: RankTrace, step: Step, zero: float) -> None:
     computed: list[tuple[Kind, str, float, float]] = []
     for part in step.passes:
-        computed += [("forward", trace.modules[module], start, end) for module, start, end in forward_spans(part)]
-        computed += [("backward", trace.gradients[one], start, end) for one, start, end in backward_spans(part)]
+        computed += [("forward", trace.modules[module], start, end) for module, start, end in part.forward]
+        computed += [("backward", trace.gradients[one], start, end) for one, start, end in part.backward]
     for kind, messages, start, end in step.local:
         computed.append((kind, "m" + "+".join(map(str, messages)) if messages else "everything", start, end))
     for kind, name, start, end in computed:
@@ -128,19 +123,3 @@ def _add_step(builder: Builder, trace: RankTrace, step: Step, zero: float) -> No
         more = {"step": step.number, "bytes": row.bytes, "task": row.task + MOST_TASKS * row.turn}
         queued, issued, finished = row.queued - zero, row.issued - zero, row.finished - zero
         builder.add(trace.rank, NETWORK, "communication", row.name, issued, finished, queued=queued, **more)
-
-
-def forward_spans(part: Pass) -> Iterator[tuple[int, float, float]]:
-    """(module, start, end): from when a module may begin until the next one is reached."""
-    reached = [start for _, start, _ in part.forward[1:]] + [part.forward_end]
-    # A step need not call any module.
-    for (module, _, begun), end in zip(part.forward, reached, strict=False):
-        yield module, begun, max(begun, end)
-
-
-def backward_spans(part: Pass) -> Iterator[tuple[int, float, float]]:
-    """(parameter, start, end): from the gradient before it until its own is complete."""
-    before = part.forward_end
-    for parameter, complete in part.backward:
-        yield parameter, before, max(before, complete)
-        before = max(before, complete)

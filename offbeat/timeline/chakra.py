@@ -84,9 +84,14 @@ def read(prefix: str | PathLike[str]) -> Timeline:
         head, mine = read_file(path)
         heads.append(head)
         nodes += [(rank, node) for node in mine]
-    if all(_PREFIX + "kind" in node.attributes for _, node in nodes):
-        return _own_timeline(nodes, heads)
-    return _foreign_timeline(nodes, str(prefix))
+    try:
+        if all(_PREFIX + "kind" in node.attributes for _, node in nodes):
+            return _own_timeline(nodes, heads)
+        return _foreign_timeline(nodes, str(prefix))
+    except OffbeatError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise OffbeatError(f"{prefix}: the execution trace has damaged attributes ({error})") from None
 
 
 def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Node]]:

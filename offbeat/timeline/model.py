@@ -97,19 +97,11 @@ class Timeline:
         return len(self.start)
 
     def __getitem__(self, position: int) -> Span:
-        queued = float(self.queued[position])
-        return Span(
-            rank=int(self.rank[position]),
-            track=self.tracks[self.track[position]],
-            kind=KINDS[self.kind[position]],
-            name=self.names[self.name[position]],
-            start=float(self.start[position]),
-            end=float(self.end[position]),
-            step=int(self.step[position]),
-            queued=None if np.isnan(queued) else queued,
-            bytes=int(self.bytes[position]),
-            task=int(self.task[position]),
-        )
+        values = {column: getattr(self, column)[position].item() for column in COLUMNS}
+        values["track"], values["name"] = self.tracks[values["track"]], self.names[values["name"]]
+        values["kind"] = KINDS[values["kind"]]
+        values["queued"] = None if np.isnan(values["queued"]) else values["queued"]
+        return Span(**values)
 
     @property
     def spans(self) -> Iterator[Span]:

@@ -223,3 +223,11 @@ def test_what_is_no_timeline(tmp_path: Path) -> None:
     (tmp_path / "plan.0.et").write_bytes(chakra._delimited(chakra._field(1, "0.0.4")) + chakra._delimited(node))
     with pytest.raises(OffbeatError, match="the execution trace has no durations"):
         chakra.read(tmp_path / "plan")
+
+
+def test_damaged_attributes_are_one_sentence(tmp_path: Path) -> None:
+    head = chakra._field(1, chakra.VERSION) + chakra._field(2, chakra._attr("tracks", "string", ["compute"]))
+    node = chakra._field(1, 1) + chakra._field(10, chakra._attr("kind", "string", "forward"))
+    (tmp_path / "job.0.et").write_bytes(chakra._delimited(head) + chakra._delimited(node))
+    with pytest.raises(OffbeatError, match=r"job: the execution trace has damaged attributes \('times_ns'\)"):
+        chakra.read(tmp_path / "job")

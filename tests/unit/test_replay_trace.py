@@ -134,6 +134,21 @@ def test_a_rooted_collective_need_not_wait_for_late_receivers() -> None:
     assert again.end[3] == pytest.approx(0.025)
 
 
+def test_parts_of_a_collective_that_follow_each_other_come_back() -> None:
+    """Nothing says when each part was issued, and the rank waits for the first as the second begins."""
+    builder = Builder()
+    for rank in (0, 1):
+        builder.add(rank, COMPUTE, "forward", "work", 0.0, 0.010, step=0)
+        for start, end in ((0.010, 0.020), (0.020, 0.030), (0.030, 0.030)):
+            builder.add(rank, NETWORK, "communication", "all_reduce", start, end, step=0, bytes=8, task=0)
+        # Asked for long before, but listed behind another part of the same moment.
+        builder.add(rank, NETWORK, "communication", "all_reduce", 0.030, 0.030, step=0, queued=0.010, bytes=8, task=1)
+    timeline = builder.build(np.array([[0.0, 0.040]] * 2))
+    again = replay_trace(timeline)
+    np.testing.assert_allclose(again.end, timeline.end, atol=1e-9)
+    assert replay_trace(timeline, stragglers={1: 2.0}).iteration_time == pytest.approx(0.050)
+
+
 def test_a_timeline_without_steps_is_one_step() -> None:
     timeline = replace(job(steps=1), marks=np.empty((0, 0)))
     assert replay_trace(timeline).iteration_time == pytest.approx(step_seconds())
