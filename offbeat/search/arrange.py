@@ -68,6 +68,4 @@ def explicit(
         mode="barrier" if barrier else kept,
     )
     # Variables keep the order of the base, so that two strategies compare line by line.
-    listed = [name for name in base.variables if name in configs]
-    ordered = {name: configs[name] for name in dict.fromkeys((*listed, *configs))}
-    return base.model_copy(update={"variables": {**base.variables, **ordered}, "schedule": schedule})
+    return base.model_copy(update={"variables": {**base.variables, **configs}, "schedule": schedule})

@@ -174,7 +174,14 @@ class Guide:
             return
         usable = [trial for trial in trials if trial.usable]
         if self.name == "combined":
-            self._compare([trial for trial in usable if trial.strategy.digest not in self._learned_from])
+            fresh = [trial for trial in usable if trial.strategy.digest not in self._learned_from]
+            strategies = [trial.strategy for trial in fresh]
+            self._learned_from |= {strategy.digest for strategy in strategies}
+            if fresh and self.fitted is not None and self.learned:
+                # What both predictors say of trials that neither has learned from.
+                by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
+                by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
+                self._shown += zip(by_fit, by_model, [trial.took for trial in fresh], strict=True)
             mine = [Evidence(lower(self.graph, self.cluster, trial.strategy), trial.took) for trial in usable]
             if len(mine) + len(self._evidence) >= LEAST_FITTED:
                 self.fitted = fit_costs([*self._evidence, *mine], self.costs)
@@ -186,15 +193,6 @@ class Guide:
         if sum(len(domain.plans) for domain in domains) >= LEAST_LEARNED:
             again = self.learned and REFIT.epochs <= self.schedule.epochs
             self.simulator.fit(domains, REFIT if again else self.schedule)
-
-    def _compare(self, fresh: Sequence[Trial]) -> None:
-        """Notes what both predictors say of trials that neither has learned from."""
-        self._learned_from |= {trial.strategy.digest for trial in fresh}
-        if fresh and self.fitted is not None and self.simulator is not None and self.learned:
-            strategies = [trial.strategy for trial in fresh]
-            by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
-            by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
-            self._shown += zip(by_fit, by_model, [trial.took for trial in fresh], strict=True)
 
     def accuracy(self, trials: Sequence[Trial]) -> float:
         """Ranking accuracy of what was predicted before each of these trials."""

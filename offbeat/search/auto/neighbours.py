@@ -101,7 +101,7 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
             case "servers":
                 served = {name: config for name, config in configs.items() if config.shards[0].owner is not None}
                 choices = {name: Choice(c.shards[0].synchronizer, c.partition) for name, c in served.items()}
-                configs = sampler.placed(configs, choices, sampler.servers(), sampler.stations())
+                configs = sampler.placed(configs, choices, *sampler.servers())
             case what:
                 configs = _changed_variables(sampler, configs, what)
     return sampler.strategy(configs, schedule)

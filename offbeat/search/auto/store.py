@@ -199,7 +199,13 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             f"WHERE {where} ORDER BY trials.id",
             *given.values(),
         )
-        return [_trial_of_row(row, self.path) for row in rows]
+        found = []
+        for row in rows:
+            raw = dict(zip(_COLUMNS, row, strict=True))
+            for name in ("steps", "strategy"):
+                raw[name] = files.parse_json(_text(raw[name], self.path), self.path, name)
+            found.append(_checked(raw, self.path))
+        return found
 
     def domains(self) -> list[Domain]:
         """Every model on every cluster that has trials."""
@@ -248,7 +254,8 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             except OSError as error:
                 raise OffbeatError(f"{target}: cannot make the folder: {error.strerror}") from None
             graph, cluster = self.load_domain(domain)
-            lines = [_line(trial) for trial in self.trials(*domain.digests)]
+            trials = [vars(t) | {"strategy": json.loads(t.strategy.to_json())} for t in self.trials(*domain.digests)]
+            lines = [json.dumps(trial, separators=(",", ":"), allow_nan=False) + "\n" for trial in trials]
             files.write_atomic(target / "graph.json", graph.to_json(), "model graph")
             files.write_atomic(target / "cluster.json", cluster.model_dump_json().encode(), "cluster")
             files.write_atomic(target / "trials.jsonl", "".join(lines).encode(), "trials")
@@ -318,20 +325,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
             # A damaged file is quoted in the error, and may not even be text there.
-            said = " ".join(str(error).split())[:160]
-            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {said}") from None
-
-
-def _trial_of_row(row: tuple[Any, ...], origin: str) -> Trial:
-    raw = dict(zip(_COLUMNS, row, strict=True))
-    for name in ("steps", "strategy"):
-        raw[name] = files.parse_json(_text(raw[name], origin), origin, name)
-    return _checked(raw, origin)
-
-
-def _line(trial: Trial) -> str:
-    content = vars(trial) | {"strategy": json.loads(trial.strategy.to_json())}
-    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {files.one_line(error)}") from None
 
 
 def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:

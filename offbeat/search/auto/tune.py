@@ -225,8 +225,10 @@ class _Search:
         chosen = self._choose(count)
         if self.starts and not self.trials:
             # Hand-made strategies are always measured: what is returned is no worse, and hits are counted.
-            first = self._best_starts()[: max(1, 3 * count // 4)]
-            chosen = _distinct([*first, *chosen])[:count]
+            best_of: dict[str, Strategy] = {}
+            for strategy in self._ordered(self.starts):
+                best_of.setdefault(strategy.name, strategy)
+            chosen = _distinct([*list(best_of.values())[: max(1, 3 * count // 4)], *chosen])[:count]
         if not chosen:
             raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
         predicted = self.guide.predict(chosen).tolist()
@@ -258,13 +260,6 @@ class _Search:
         hand_made = _fastest(again, built=True)
         self.winner = next((trial for trial in hand_made if trial.took < (1 + MARGIN) * best.took), best)
 
-    def _best_starts(self) -> list[Strategy]:
-        """The best predicted hand-made strategy of each builder, best first."""
-        families: dict[str, Strategy] = {}
-        for strategy in self._ordered(self.starts):
-            families.setdefault(strategy.name, strategy)
-        return list(families.values())
-
     def _ordered(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         """The fastest predicted one first."""
         return [strategies[position] for position in np.argsort(self.guide.predict(strategies), kind="stable")]
@@ -274,7 +269,7 @@ class _Search:
         if not self.guide.predicts:
             return candidates[:count]
         if self.uses_neighbours:
-            candidates = self._unlike(self._evolve(candidates), 2 * count)
+            candidates = self._unlike(candidates, 2 * count)
         predicted = self.guide.predict(candidates)
         usable = [trial for trial in self.trials if trial.usable]
         again = self.guide.predict([trial.strategy for trial in usable])
@@ -291,24 +286,20 @@ class _Search:
         return [kept[p] for p in diverse_pick(predicted[positions], similarity, count, self.options.alpha)]
 
     def _candidates(self) -> list[Strategy]:
-        """New strategies, each once."""
-        total = self.options.candidates
+        """New strategies, each once; where the guide may, with those that descend from the best predicted ones."""
+        total, generations = self.options.candidates, self.options.generations
         found = list(self.starts)
         if self.uses_neighbours:
-            total //= self.options.generations
+            total //= generations
             for near in [trial.strategy for trial in _fastest(self.trials)[:3]] or self.starts[:3]:
                 found += vary(self.sampler, near, max(1, total // 6))
         found += self.sampler.sample(max(1, total // 3, total - len(found)))
-        return self._untried(found)
-
-    def _evolve(self, candidates: list[Strategy]) -> list[Strategy]:
-        """The candidates and, generation by generation, neighbours of the best predicted among them."""
-        each = max(1, self.options.candidates // self.options.generations // _PARENTS)
-        for _ in range(self.options.generations - 1):
-            parents = self._ordered(candidates)[:_PARENTS]
-            near = [strategy for parent in parents for strategy in vary(self.sampler, parent, each)]
-            candidates = self._untried([*candidates, *near])
-        return candidates
+        found = self._untried(found)
+        for _ in range(generations - 1 if self.uses_neighbours else 0):
+            for parent in self._ordered(found)[:_PARENTS]:
+                found += vary(self.sampler, parent, max(1, total // _PARENTS))
+            found = self._untried(found)
+        return found
 
     def _unlike(self, candidates: list[Strategy], least: int) -> list[Strategy]:
         """Without those that replay cannot tell from one that was tried or from a better one; at least so many."""

@@ -44,8 +44,18 @@ def pace_strategy(
 def pace_schedule(
     gradients: Gradients, groups: list[tuple[int, ...]] | None = None
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]]]:
-    """Groups of units (PACE's fusion, unless given), and (group, first element, end) in issue order."""
-    groups = groups or _fused(gradients)
+    """Groups of units, and (group, first element, end) in issue order.
+
+    Unless groups are given, they are PACE's fusion of each run of units that may share a message.
+    """
+    if groups is None:
+        groups = []
+        for run in gradients.groups(gradients.forced):
+            units = list(run)
+            ready, wire, tail = gradients.ready[units], gradients.wire[units], gradients.tail[units]
+            per_byte, overhead = float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]])
+            fused = search_fusion(ready, wire, tail, per_byte, overhead).groups
+            groups += [tuple(sorted(run[place] for place in places)) for places in fused]
     ready = np.array([gradients.ready[list(units)].max() for units in groups])
     heads = np.array([units[0] for units in groups])
     duration = np.array([(gradients.per_byte[list(units)] * gradients.wire[list(units)]).sum() for units in groups])
@@ -57,17 +67,6 @@ def pace_schedule(
     carried = {job for job, _ in pieces}
     pieces += [(job, 1.0) for job in np.argsort(ready, kind="stable").tolist() if job not in carried]
     return groups, _element_ranges(gradients, groups, pieces)
-
-
-def _fused(gradients: Gradients) -> list[tuple[int, ...]]:
-    """PACE's fusion on each run of units that may share a message."""
-    groups: list[tuple[int, ...]] = []
-    for run in gradients.groups(gradients.forced):
-        members = np.array(run)
-        ready, wire, tail = (values[members] for values in (gradients.ready, gradients.wire, gradients.tail))
-        found = search_fusion(ready, wire, tail, float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]]))
-        groups += [tuple(sorted(members[list(units)].tolist())) for units in found.groups]
-    return groups
 
 
 def _element_ranges(

@@ -92,8 +92,6 @@ def _improved(
             if problem.expired:
                 return arranged(gradients, arrangement, candidate.strategy)
             trial = change(arrangement)
-            if trial is arrangement:
-                continue
             seconds = problem.arrangement_seconds(gradients, trial, candidate)
             # A border that makes no difference goes: fewer collectives stand up better to what was not foreseen.
             fewer = trial.borders.sum() < arrangement.borders.sum()
@@ -113,8 +111,6 @@ def flipped(arrangement: Arrangement, border: int) -> Arrangement:
 
 def _cut(arrangement: Arrangement, head: int, count: int) -> Arrangement:
     """The arrangement with the group at a head in so many parts."""
-    if arrangement.parts[head] == count:
-        return arrangement
     parts = arrangement.parts.copy()
     parts[head] = count
     return replace(arrangement, parts=parts)

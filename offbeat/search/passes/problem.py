@@ -20,8 +20,6 @@ from offbeat.simulate.fast.gradients import Arrangement, Gradients, gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
 
-Mode = Literal["auto", "deferred", "barrier"]
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -61,17 +59,24 @@ class Problem:
     """Ranks that behave alike are replayed once."""
     partial_replay: bool = True
     """Where it is exact, a step is evaluated by `offbeat.simulate.fast`."""
-    mode: Mode = "auto"
+    mode: Literal["auto", "deferred", "barrier"] = "auto"
+    """Whether updates may reach into the next forward: 'auto' and 'deferred' let them, 'barrier' does not."""
     memory_limit: int | None = None
     """Bytes per rank."""
     allow_lossy: bool = False
+    """Gradients are only ever rounded if this is set."""
     coarsen: bool = True
-    fused_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The variables of a module are moved together."""
+    fused_seconds: Mapping[str, tuple[float, float]] | None = None
     """Forward and backward seconds of compiled modules, by path, where they were measured."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
     _gradients: tuple[Plan | None, Gradients | None] = field(default=(None, None), repr=False)
     """Of the plan that was last asked about."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "deferred", "barrier"):
+            raise OffbeatError(f"mode: {self.mode!r} must be 'auto', 'deferred' or 'barrier'")
 
     @property
     def expired(self) -> bool:
@@ -107,8 +112,8 @@ class Problem:
     def plan(self, strategy: Strategy) -> Plan:
         """Lowers a strategy, with measured times of compiled regions in place of predicted ones."""
         plan = lower(self.graph, self.cluster, strategy)
-        regions = plan.strategy.fusion
-        measured = {n: self.fused_seconds[r[0]] for n, r in enumerate(regions) if r and r[0] in self.fused_seconds}
+        known = self.fused_seconds or {}
+        measured = {n: known[r[0]] for n, r in enumerate(plan.strategy.fusion) if r and r[0] in known}
         if not measured:
             return plan
         node = plan.cluster.device_of(plan.replicas[0])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded
@@ -41,13 +41,10 @@ class Batch(NamedTuple):
 
 def collate(plans: Sequence[Encoded]) -> Batch:
     lengths = [len(plan.nodes) for plan in plans]
-    nodes = np.zeros((len(plans), max(lengths), len(NODE_NAMES)), dtype=np.float32)
-    for row, plan in zip(nodes, plans, strict=True):
-        row[: len(plan.nodes)] = plan.nodes
     starts = np.cumsum([0, *lengths[:-1]])
     edges = np.concatenate([plan.edges + start for plan, start in zip(plans, starts, strict=True)], axis=1)
     return Batch(
-        torch.from_numpy(nodes),
+        pad_sequence([torch.from_numpy(plan.nodes) for plan in plans], batch_first=True),
         torch.tensor(lengths),
         torch.from_numpy(edges),
         torch.from_numpy(np.stack([plan.whole for plan in plans])),
