@@ -130,15 +130,13 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     gradients = gradients_of(plan, costs, coarsen=False)
     if gradients is not None and any(len(message.variables) > 1 for message in plan.messages):
         what = f"{len(plan.graph.gradient_order)} gradients share {len(plan.messages)} messages"
-        alone = gradients.arrangement(barrier=schedule.mode == "barrier")
-        yield "fusion", what, arranged(gradients, alone, strategy)
+        yield "fusion", what, arranged(gradients, gradients.arrangement(barrier=schedule.mode == "barrier"), strategy)
     uncut = rescheduled(strategy, slice_bytes=None, order=_uncut(schedule.order))
     if uncut.schedule != schedule:
         cuts = len(plan.communication) - len(plan.messages)
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
-        fifo = rescheduled(strategy, policy="fifo", order=())
-        yield "order", "what the next forward needs first goes first", fifo
+        yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
     for name, what, none in (
         ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
         ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),

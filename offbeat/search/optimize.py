@@ -98,9 +98,8 @@ def _starts(problem: Problem, memory_passes: Sequence[Pass]) -> list[Candidate]:
     ]
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
     starts.append(problem.evaluate(pace, "pace"))
-    fitting = [candidate for candidate in starts if problem.fits(candidate)]
+    fitting = sorted(filter(problem.fits, starts), key=lambda candidate: candidate.seconds)
     if fitting:
-        fitting.sort(key=lambda candidate: candidate.seconds)
         movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
         return [fitting[0]] if movable is fitting[0] else [fitting[0], movable]
     fastest = min(starts, key=lambda candidate: candidate.seconds)
@@ -119,8 +118,7 @@ def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: S
             for each in memory_passes
             for strategy in each.propose(start, problem)
         ]
-        fitting = [candidate for candidate in made if problem.fits(candidate)]
-        if fitting:
+        if fitting := list(filter(problem.fits, made)):
             return min(fitting, key=lambda candidate: candidate.seconds)
         smaller = [candidate for candidate in made if candidate.peak_bytes < least.peak_bytes]
         current = sorted(smaller, key=lambda candidate: candidate.peak_bytes)[:2]

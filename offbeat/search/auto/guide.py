@@ -139,8 +139,7 @@ class Guide:
 
     def _replayed(self, strategy: Strategy, costs: Costs) -> float:
         if strategy.digest not in self._at_fitted:
-            plan = lower(self.graph, self.cluster, strategy)
-            self._at_fitted[strategy.digest] = step_seconds(plan, costs)
+            self._at_fitted[strategy.digest] = step_seconds(lower(self.graph, self.cluster, strategy), costs)
         return self._at_fitted[strategy.digest]
 
     def embed(self, strategies: Sequence[Strategy]) -> NDArray[np.float64] | None:

@@ -70,6 +70,7 @@ class Sampler:
 
     def __init__(self, graph: ModelGraph, cluster: ClusterSpec, seed: int = 0, space: Space | None = None) -> None:
         self.graph, self.cluster, self.space = graph, cluster, space or Space()
+        self.plain = Strategy(name="auto", model=graph.name, graph=graph.signature, cluster=cluster.digest)
         self.random = np.random.default_rng(seed)
         self.variables = graph.gradient_order
         self.node_ranks = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
@@ -99,14 +100,7 @@ class Sampler:
 
     def strategy(self, configs: Configs, schedule: Schedule) -> Strategy:
         ordered = {v.name: configs[v.name] for v in self.graph.variables if v.name in configs}
-        strategy = Strategy(
-            name="auto",
-            model=self.graph.name,
-            graph=self.graph.signature,
-            cluster=self.cluster.digest,
-            schedule=schedule,
-            variables=ordered,
-        )
+        strategy = self.plain.model_copy(update={"schedule": schedule, "variables": ordered})
         check_fits(strategy, self.graph, self.cluster)
         return strategy
 

@@ -61,9 +61,7 @@ def fidelity_level(predicted: Values, measured: Values, accuracy: float = ACCURA
 def elite(predicted: Values, level: float, least: int) -> list[int]:
     """Positions of the candidates that are not rejected at this level, best first; at least `least` of them."""
     guess = np.asarray(predicted, dtype=np.float64)
-    order = np.argsort(guess, kind="stable")
-    kept = int(np.sum(guess <= level))
-    return order[: max(least, kept)].tolist()
+    return np.argsort(guess, kind="stable")[: max(least, int(np.sum(guess <= level)))].tolist()
 
 
 def diverse_pick(

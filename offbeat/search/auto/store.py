@@ -129,8 +129,7 @@ class Domain:
         """A folder's name."""
         parts = (f"{self.model}-{self.cluster}"[:60], self.graph_digest[:8], self.cluster_digest[:8])
         # Whatever a store holds, the name is one step below the folder it is put into.
-        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in "-".join(parts))
-        return plain.lstrip(".") or "domain"
+        return "".join(c if c.isalnum() or c in "-_." else "-" for c in "-".join(parts)).lstrip(".") or "domain"
 
 
 class TrialStore(AbstractContextManager["TrialStore"]):
@@ -190,9 +189,8 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         source: Source | None = None,
     ) -> list[Trial]:
         """The trials of one domain, of one model, of one cluster or all, in the order in which they were made."""
-        names = ("graph_digest", "cluster_digest", "search", "source")
-        values = zip(names, (graph_digest, cluster_digest, search, source), strict=True)
-        given = {name: value for name, value in values if value is not None}
+        wanted = {"graph_digest": graph_digest, "cluster_digest": cluster_digest, "search": search, "source": source}
+        given = {name: value for name, value in wanted.items() if value is not None}
         where = " AND ".join(f"{name} = ?" for name in given) or "1"
         rows = self._read(
             f"SELECT {', '.join(_COLUMNS)} FROM trials JOIN domains ON domains.id = trials.domain "

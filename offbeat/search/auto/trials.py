@@ -61,8 +61,7 @@ class LocalRanks:
         self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
     ) -> list[RankEnd]:
         """Runs a Python program on every rank; all are ended when one fails or time is up."""
-        master = (LOOPBACK, free_port(LOOPBACK))
-        with LocalJob(program, range(self.world_size), self.world_size, master, env) as job:
+        with LocalJob(program, range(self.world_size), self.world_size, (LOOPBACK, free_port(LOOPBACK)), env) as job:
             in_time = job.wait(timeout)
             if job.failed:
                 # Others that fail for the same reason get a moment to say so.

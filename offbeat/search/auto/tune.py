@@ -273,8 +273,7 @@ class _Search:
         predicted = self.guide.predict(candidates)
         usable = [trial for trial in self.trials if trial.usable]
         again = self.guide.predict([trial.strategy for trial in usable])
-        level = fidelity_level(again, [trial.took for trial in usable])
-        positions = elite(predicted, level, least=2 * count)
+        positions = elite(predicted, fidelity_level(again, [trial.took for trial in usable]), least=2 * count)
         kept = [candidates[position] for position in positions]
         vectors = self.guide.embed(kept) if self.options.similarity == "embedding" else None
 

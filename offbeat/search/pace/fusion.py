@@ -100,8 +100,7 @@ def _scheduled(chain: _Chain, borders: NDArray[np.bool_], order: NDArray[np.int6
     """The best schedule of a grouping."""
     jobs = _fuse(chain, borders)
     served = best_served(*jobs, chain.overhead, chain.floor, True, CUT_BUDGET // len(jobs[0]))
-    groups = [part.tolist() for part in np.split(order, np.flatnonzero(borders)[1:])]
-    return schedule_of(served, jobs[2], groups)
+    return schedule_of(served, jobs[2], [part.tolist() for part in np.split(order, np.flatnonzero(borders)[1:])])
 
 
 @compiled
@@ -135,8 +134,7 @@ def balanced_borders(edges: Any, best: Any, groups: int) -> Any:
 
     Exact. Of several solutions it gives the paper's: the shortest first group, then the paper's solution of the rest.
     """
-    count = len(edges) - 1
-    borders = np.zeros(count, np.bool_)
+    borders = np.zeros(len(edges) - 1, np.bool_)
     start = 0
     for row in range(groups - 1, 0, -1):
         borders[start] = True

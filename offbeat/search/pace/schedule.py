@@ -96,8 +96,7 @@ def link_jobs(ready: Any, duration: Any, tail: Any, overhead: float) -> Any:
     by_ready = np.argsort(ready, kind="mergesort")
     by_tail = by_ready[np.argsort(-tail[by_ready], kind="mergesort")]
     place = np.empty(len(ready), np.int64)
-    for position in range(len(ready)):
-        place[by_tail[position]] = position
+    place[by_tail] = np.arange(len(ready))
     return Jobs(ready, duration, tail, overhead, by_ready, by_tail, place)
 
 

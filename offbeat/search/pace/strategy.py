@@ -75,9 +75,8 @@ def _element_ranges(
     """Seconds of each slice → ranges of whole elements that cover every group once.
 
     The last slice of a group that is applied as it arrives is cut so that little is left to update at the end."""
-    totals = [0.0] * len(groups)
-    for job, seconds in pieces:
-        totals[job] += seconds
+    jobs, seconds_of = zip(*pieces, strict=True)
+    totals = np.bincount(jobs, seconds_of).tolist()
     elements = [int(gradients.elements[list(units)].sum()) for units in groups]
     sent = [0.0] * len(groups)
     reached = [0] * len(groups)

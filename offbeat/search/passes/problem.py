@@ -23,7 +23,7 @@ from offbeat.strategy import Strategy
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that was replayed, and the one it was derived from."""
+    """A strategy that was replayed."""
 
     name: str
     """What made it: a builder's or a pass's name."""
@@ -33,12 +33,8 @@ class Candidate:
     plan: Plan = field(repr=False)
     peak_bytes: int = 0
     """Of the rank that holds most; 0 where memory is not limited."""
-    origin: "Candidate | None" = field(default=None, repr=False)
-
-    @property
-    def decisions(self) -> tuple[str, ...]:
-        """The names from the first to this one."""
-        return (*(self.origin.decisions if self.origin else ()), self.name)
+    decisions: tuple[str, ...] = ()
+    """The names of all candidates it was derived from, and its own."""
 
     @property
     def kind(self) -> str:
@@ -92,7 +88,7 @@ class Problem:
             roles = find_roles(plan, self.costs.compute_scale)
             peak = max(peak_memory(plan, rank).total for rank in roles.representatives)
         seconds = step_seconds(plan, self.costs, fold=self.symmetry, compiled=self.partial_replay)
-        return Candidate(name, strategy, seconds, plan, peak, origin)
+        return Candidate(name, strategy, seconds, plan, peak, (*(origin.decisions if origin else ()), name))
 
     def fits(self, candidate: Candidate) -> bool:
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit

@@ -153,8 +153,7 @@ class AttentionModel(ScoreModel):
         self.decide = nn.Linear(hidden, 1)
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        longest = batch.nodes.shape[1]
-        present = torch.arange(longest)[None] < batch.lengths[:, None]
+        present = torch.arange(batch.nodes.shape[1])[None] < batch.lengths[:, None]
         nodes = self.second(self.first(batch.nodes[present], batch.edges), batch.edges)
         plan = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
         hidden = torch.zeros(len(batch.lengths), nodes.shape[1]).index_add(0, plan, nodes) / batch.lengths[:, None]
