@@ -12,6 +12,7 @@ How many are enough is seen in benchmarks/ranking.py: a model fitted to ten tria
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -51,24 +52,20 @@ REFIT = TrainingSchedule(epochs=40, decay_epochs=(20, 30))
 """Fine-tuning with a few more trials starts from a trained state."""
 
 
+@dataclass(eq=False)
 class Guide:
     """Predicts for one model on one cluster."""
 
-    simulator: "Simulator | None" = None
+    name: GuideName
+    graph: ModelGraph
+    cluster: ClusterSpec
+    costs: Costs | None = None
+    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
+    seed: int = 0
+    simulator: "Simulator | None" = field(default=None, init=False)
 
-    def __init__(
-        self,
-        name: GuideName,
-        graph: ModelGraph,
-        cluster: ClusterSpec,
-        *,
-        costs: Costs | None = None,
-        schedule: TrainingSchedule | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.name, self.graph, self.cluster, self.costs = name, graph, cluster, costs
-        self.schedule = schedule or TrainingSchedule()
-        self.coefficients = _coefficients(cluster)
+    def __post_init__(self) -> None:
+        self.coefficients = _coefficients(self.cluster)
         self.earlier: list[Samples] = []
         self.fitted: FittedCosts | None = None
         """Costs that trials told, once there are some."""
@@ -78,11 +75,11 @@ class Guide:
         """For each trial the seconds by fitted costs and by the learned model before it, and those it took."""
         self._learned_from: set[str] = set()
         self._known: dict[tuple[str, bool], Encoded] = {}
-        if name in _LEARNS:
+        if self.name in _LEARNS:
             # Only learned models need torch; the other guides start without it.
             from offbeat.simulate.learned.ranking import Simulator
 
-            self.simulator = Simulator(_LEARNS[name], hidden=_HIDDEN, seed=seed)
+            self.simulator = Simulator(_LEARNS[self.name], hidden=_HIDDEN, seed=self.seed)
 
     @property
     def predicts(self) -> bool:

@@ -138,8 +138,7 @@ def _changed_groups(sampler: Sampler, configs: Configs) -> Configs:
     members = list(by_group.values())
     kind = random.random()
     if kind < 0.3 or not members:
-        factor = float(np.exp2(random.normal(0.0, 1.0)))
-        return sampler.grouped(configs, max(1, round(len(members) * factor)))
+        return sampler.grouped(configs, max(1, round(len(members) * float(np.exp2(random.normal(0.0, 1.0))))))
     several = [group for group in members if len(group) > 1]
     if kind < 0.65 and several:
         split = several[int(random.integers(len(several)))]

@@ -266,7 +266,14 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         if not found:
             raise OffbeatError(f"{folder}: holds no domain, which is a folder with graph.json and trials.jsonl")
         # Everything is read before anything is stored, so that a bad file leaves the store as it was.
-        domains = [_read_domain(path) for path in found]
+        domains = []
+        for path in found:
+            graph = ModelGraph.load(path.with_name("graph.json"))
+            cluster = ClusterSpec.load(path.with_name("cluster.json"))
+            lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
+            named = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
+            trials = [_checked(files.parse_json(line, origin, "trial"), origin) for line, origin in named]
+            domains.append((graph, cluster, trials))
         return sum(self.add(graph, cluster, *trials) for graph, cluster, trials in domains)
 
     def _prepare(self) -> None:
@@ -326,14 +333,6 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             raise OffbeatError(f"{self.path}: cannot {what} the trial store: {files.one_line(error)}") from None
 
 
-def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
-    graph = ModelGraph.load(path.with_name("graph.json"))
-    cluster = ClusterSpec.load(path.with_name("cluster.json"))
-    lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
-    named = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
-    return graph, cluster, [_checked(files.parse_json(line, origin, "trial"), origin) for line, origin in named]
-
-
 def _checked(raw: Any, origin: str) -> Trial:
     """A trial of values that may be anything; the error names `origin`."""
     with files.problems_named(f"{origin}: not a trial"):
@@ -348,13 +347,13 @@ def _text(value: Any, origin: str) -> str:
 
 def _unpacked(packed: Any, origin: str) -> bytes:
     """A compressed graph, if it is not larger than a file of one may be."""
+    named = f"{origin}: not a trial store: a model graph in it"
     try:
         content = zlib.decompressobj().decompress(packed, files.MAX_BYTES)
     except (zlib.error, TypeError) as error:
-        raise OffbeatError(f"{origin}: not a trial store: a model graph in it is damaged ({error})") from None
+        raise OffbeatError(f"{named} is damaged ({error})") from None
     if len(content) == files.MAX_BYTES:
-        too_large = f"unpacks to {files.MAX_BYTES} bytes or more"
-        raise OffbeatError(f"{origin}: not a trial store: a model graph in it {too_large}")
+        raise OffbeatError(f"{named} unpacks to {files.MAX_BYTES} bytes or more")
     return content
 
 

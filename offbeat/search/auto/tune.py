@@ -181,6 +181,8 @@ class _Search:
         seed = self.options.seed + 1_000_003 * self.tried_before
         self.sampler = Sampler(self.graph, self.cluster, seed, self.options.space)
         self.began = time.monotonic()
+        limit = self.options.time_limit_seconds
+        self.ends = math.inf if limit is None else self.began + limit
 
     @property
     def uses_neighbours(self) -> bool:
@@ -213,11 +215,7 @@ class _Search:
         self.guide.learn(self.trials)
 
     def wants_more(self) -> bool:
-        return len(self.trials) < self.options.trials and not self._late()
-
-    def _late(self) -> bool:
-        limit = self.options.time_limit_seconds
-        return limit is not None and time.monotonic() - self.began >= limit
+        return len(self.trials) < self.options.trials and time.monotonic() < self.ends
 
     def round(self) -> None:
         """Lines 2 to 9 of Algorithm 1."""
@@ -246,7 +244,7 @@ class _Search:
         """Runs the fastest strategies and the fastest builder's again."""
         chosen = (*_fastest(self.trials)[: self.options.finalists], *_fastest(self.trials, built=True)[:1])
         again = list({trial.strategy.digest: trial for trial in chosen}.values())
-        if self.options.finalists < 1 or len(again) < 2 or self._late():
+        if self.options.finalists < 1 or len(again) < 2 or time.monotonic() >= self.ends:
             return
         for place, repeated in enumerate(self.run([trial.strategy for trial in again], None)):
             if repeated.status == "done":
@@ -321,10 +319,9 @@ class _Search:
         self.trials.append(stored)
         if self.on_progress is None:
             return
-        done, wanted, spent = len(self.trials), self.options.trials, time.monotonic() - self.began
-        left = spent / (done - self.tried_before) * (wanted - done)
-        if self.options.time_limit_seconds is not None:
-            left = min(left, max(0.0, self.options.time_limit_seconds - spent))
+        done, wanted, now = len(self.trials), self.options.trials, time.monotonic()
+        left = (now - self.began) / (done - self.tried_before) * (wanted - done)
+        left = min(left, max(0.0, self.ends - now))
         accuracy = self.guide.accuracy(self.trials)
         self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
 

@@ -73,10 +73,9 @@ def preemptive_schedule(ready: Values, duration: Values, tail: Values, overhead:
     longest-tail-first and the first-in-first-out schedules without cuts. No single cut can be taken back without a
     longer step or another cut (up to some thousand jobs; beyond, the search is cut short).
     """
-    tails = np.ascontiguousarray(tail, np.float64)
-    times = np.ascontiguousarray(ready, np.float64), np.ascontiguousarray(duration, np.float64), tails
-    trials = CUT_BUDGET // max(1, len(tails))
-    return schedule_of(best_served(*times, float(overhead), 0.0, True, trials), tails)
+    times = [np.ascontiguousarray(values, np.float64) for values in (ready, duration, tail)]
+    trials = CUT_BUDGET // max(1, len(times[0]))
+    return schedule_of(best_served(*times, float(overhead), 0.0, True, trials), times[2])
 
 
 def schedule_of(served: tuple[Floats, Floats, Any], tail: Floats, groups: Sequence[Sequence[int]] = ()) -> LinkSchedule:
