@@ -65,7 +65,7 @@ def parse_json(content: bytes | str, origin: str, what: str) -> Any:
     except OffbeatError as error:
         raise OffbeatError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise OffbeatError(f"{origin}: not a {what}: it is not valid JSON ({_first_line(error)})") from None
+        raise OffbeatError(f"{origin}: not a {what}: it is not valid JSON ({one_line(error)})") from None
 
 
 def check_values(content: bytes | str, origin: str, what: str) -> None:
@@ -96,7 +96,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
     except OffbeatError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise OffbeatError(f"{origin}: not a {what}: it is not valid YAML ({_first_line(error)})") from None
+        raise OffbeatError(f"{origin}: not a {what}: it is not valid YAML ({one_line(error)})") from None
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> None:
@@ -187,10 +187,11 @@ def _name(path: str | os.PathLike[str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or _first_line(error)
+    return getattr(error, "strerror", None) or one_line(error)
 
 
-def _first_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What the error says, without line breaks and not too long."""
     return " ".join(str(error).split())[:160]
 
 

@@ -46,7 +46,7 @@ def anneal(
         temperature = _TEMPERATURE * (1.0, 0.3, 0.03)[done % 3]
         present = (best.borders, best.parts, best.urgency)
         number = (seed * 1_000_003 + done) % 2**32
-        cost, borders, parts, urgency = _walk(gradients.arrays, present, allowed, number, temperature)
+        cost, (borders, parts, urgency) = _walk(gradients.arrays, present, allowed, number, temperature)
         done += 1
         idle = 0 if cost < shortest * (1 - _GAIN) else idle + 1
         if cost < shortest:
@@ -73,25 +73,21 @@ def _walk(units: Any, start: Any, allowed: Any, seed: int, temperature: float) -
 
     `allowed` says which borders are forced, which messages may be cut, and whether all updates wait for a barrier."""
     np.random.seed(seed)
-    borders, parts, urgency = start[0].copy(), start[1].copy(), start[2].copy()
-    best_borders, best_parts, best_urgency = borders.copy(), parts.copy(), urgency.copy()
     forced, sliceable, barrier = allowed
-    current = np.inf
-    best = np.inf
+    present = chosen = start
+    current = best = np.inf
     for move in range(_MOVES_PER_ROUND + 1):
-        trial_borders, trial_parts, trial_urgency = borders.copy(), parts.copy(), urgency.copy()
+        borders, parts, urgency = present[0].copy(), present[1].copy(), present[2].copy()
         if move:
-            _change(trial_borders, trial_parts, trial_urgency, forced, sliceable, start[2], barrier)
-        seconds, _, made, _ = serve(units, trial_borders, trial_parts, trial_urgency, barrier)
+            _change(borders, parts, urgency, forced, sliceable, start[2], barrier)
+        seconds, _, made, _ = serve(units, borders, parts, urgency, barrier)
         cost = seconds * (1.0 + SLICE_PENALTY * made)
         heat = temperature * best * (1.0 - move / (_MOVES_PER_ROUND + 1.0)) if move else 1.0
         if cost <= current or np.random.random() < np.exp((current - cost) / heat):
-            borders, parts, urgency = trial_borders, trial_parts, trial_urgency
-            current = cost
+            present, current = (borders, parts, urgency), cost
             if cost < best:
-                best = cost
-                best_borders, best_parts, best_urgency = borders.copy(), parts.copy(), urgency.copy()
-    return best, best_borders, best_parts, best_urgency
+                best, chosen = cost, present
+    return best, chosen
 
 
 @compiled

@@ -33,8 +33,7 @@ def arrangement_of(gradients: Gradients, strategy: Strategy) -> Arrangement:
         total = int(gradients.elements[list(units)].sum())
         length = shortest.get(groups[units[0]] or 0, total)
         parts[units[0]] = min(MOST_PARTS, max(1, round(total / length)))
-    start = gradients.arrangement(barrier=strategy.schedule.mode == "barrier")
-    return replace(start, borders=borders, parts=parts)
+    return replace(gradients.arrangement(barrier=strategy.schedule.mode == "barrier"), borders=borders, parts=parts)
 
 
 def arranged(gradients: Gradients, arrangement: Arrangement, base: Strategy) -> Strategy:
@@ -68,6 +67,4 @@ def explicit(
         mode="barrier" if barrier else kept,
     )
     # Variables keep the order of the base, so that two strategies compare line by line.
-    listed = [name for name in base.variables if name in configs]
-    ordered = {name: configs[name] for name in dict.fromkeys((*listed, *configs))}
-    return base.model_copy(update={"variables": {**base.variables, **ordered}, "schedule": schedule})
+    return base.model_copy(update={"variables": {**base.variables, **configs}, "schedule": schedule})

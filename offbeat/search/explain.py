@@ -130,15 +130,18 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     gradients = gradients_of(plan, costs, coarsen=False)
     if gradients is not None and any(len(message.variables) > 1 for message in plan.messages):
         what = f"{len(plan.graph.gradient_order)} gradients share {len(plan.messages)} messages"
-        alone = gradients.arrangement(barrier=schedule.mode == "barrier")
-        yield "fusion", what, arranged(gradients, alone, strategy)
-    uncut = rescheduled(strategy, slice_bytes=None, order=_uncut(schedule.order))
+        yield "fusion", what, arranged(gradients, gradients.arrangement(barrier=schedule.mode == "barrier"), strategy)
+    ends: dict[int, int] = {}
+    for item in schedule.order:
+        ends[item.group] = max(ends.get(item.group, 0), item.stop)
+    # Each message whole, where its first slice went.
+    whole = tuple(Slice(group=group, start=0, stop=stop) for group, stop in ends.items())
+    uncut = rescheduled(strategy, slice_bytes=None, order=whole)
     if uncut.schedule != schedule:
         cuts = len(plan.communication) - len(plan.messages)
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
-        fifo = rescheduled(strategy, policy="fifo", order=())
-        yield "order", "what the next forward needs first goes first", fifo
+        yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
     for name, what, none in (
         ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
         ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),
@@ -165,14 +168,6 @@ def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:
         for name, config in strategy.variables.items()
     }
     return strategy.model_copy(update={"variables": variables})
-
-
-def _uncut(order: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """Each message whole, where its first slice went."""
-    ends: dict[int, int] = {}
-    for item in order:
-        ends[item.group] = max(ends.get(item.group, 0), item.stop)
-    return tuple(Slice(group=group, start=0, stop=stop) for group, stop in ends.items())
 
 
 def _percent(gain: float) -> str:

@@ -9,9 +9,9 @@ until none shortens the step; at last annealing looks for changes that only pay 
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
@@ -22,7 +22,6 @@ from offbeat.search.anneal import anneal
 from offbeat.search.arrange import arranged, arrangement_of, rescheduled
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
-from offbeat.search.passes.problem import Mode
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Strategy, build_strategy
 from offbeat.units import format_bytes, parse_bytes
@@ -64,41 +63,23 @@ def search(
     seed: int = 0,
     rounds: int | None = None,
     passes: Sequence[str] | None = None,
-    coarsen: bool = True,
-    partial_replay: bool = True,
-    symmetry: bool = True,
-    mode: Mode = "auto",
-    allow_lossy: bool = False,
-    fused_seconds: Mapping[str, tuple[float, float]] | None = None,
+    **options: Any,
 ) -> Candidate:
     """The best strategy found, with its predicted step and the decisions that led to it.
 
     `memory_limit` is in bytes per rank (or '16GiB'). `time_limit` is in seconds; with `rounds` of annealing given
     instead, the clock is not looked at and the result depends on the arguments alone. `passes` names the passes to run
-    (see `offbeat.search.passes.PASSES`). `mode` says whether updates may reach into the next forward: 'auto' and
-    'deferred' let them, 'barrier' does not. Gradients are only ever rounded if `allow_lossy`. `fused_seconds` holds
-    forward and backward seconds of compiled modules, by path.
+    (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`: `mode`, `allow_lossy`,
+    `fused_seconds`, and the speed-ups `coarsen`, `partial_replay` and `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0):
         raise OffbeatError(f"rounds: {rounds!r} must be a whole number, at least 0")
-    if mode not in get_args(Mode):
-        raise OffbeatError(f"mode: {mode!r} must be 'auto', 'deferred' or 'barrier'")
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    deadline = None if rounds is not None else time.monotonic() + time_limit
+    problem = Problem(graph, cluster, costs or Costs(), memory_limit=limit, deadline=deadline, **options)
     chosen = select_passes(passes)
-    problem = Problem(
-        graph=graph,
-        cluster=cluster,
-        costs=costs or Costs(),
-        symmetry=symmetry,
-        partial_replay=partial_replay,
-        mode=mode,
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit, "memory_limit"),
-        allow_lossy=allow_lossy,
-        coarsen=coarsen,
-        fused_seconds=fused_seconds or {},
-        deadline=None if rounds is not None else time.monotonic() + time_limit,
-    )
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"])
     speed_passes = [each for each in chosen if each.aim == "speed"]
     improved = [_annealed(problem, _improve(problem, start, speed_passes), seed, rounds) for start in starts]
@@ -117,9 +98,8 @@ def _starts(problem: Problem, memory_passes: Sequence[Pass]) -> list[Candidate]:
     ]
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
     starts.append(problem.evaluate(pace, "pace"))
-    fitting = [candidate for candidate in starts if problem.fits(candidate)]
+    fitting = sorted(filter(problem.fits, starts), key=lambda candidate: candidate.seconds)
     if fitting:
-        fitting.sort(key=lambda candidate: candidate.seconds)
         movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
         return [fitting[0]] if movable is fitting[0] else [fitting[0], movable]
     fastest = min(starts, key=lambda candidate: candidate.seconds)
@@ -138,8 +118,7 @@ def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: S
             for each in memory_passes
             for strategy in each.propose(start, problem)
         ]
-        fitting = [candidate for candidate in made if problem.fits(candidate)]
-        if fitting:
+        if fitting := list(filter(problem.fits, made)):
             return min(fitting, key=lambda candidate: candidate.seconds)
         smaller = [candidate for candidate in made if candidate.peak_bytes < least.peak_bytes]
         current = sorted(smaller, key=lambda candidate: candidate.peak_bytes)[:2]

@@ -279,8 +279,7 @@ class Strategy(_Frozen):
         try:
             data = json.loads(content)
         except (ValueError, RecursionError) as error:
-            detail = " ".join(str(error).split())[:160]
-            raise StrategyError(f"{origin}: not a strategy: it is not valid JSON ({detail})") from None
+            raise StrategyError(f"{origin}: not a strategy: it is not valid JSON ({files.one_line(error)})") from None
         if isinstance(data, dict) and data.get("format") not in (FORMAT, None):
             given = quote(data["format"])
             raise StrategyError(f"{origin}: format: {given} is not a format this Offbeat reads ({FORMAT})")

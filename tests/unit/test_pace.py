@@ -16,6 +16,7 @@ from strategies import Layer, Weight, make_graph
 from offbeat.graph import ModelGraph, Operator, TensorSpec, Variable
 from offbeat.search import pace
 from offbeat.search.pace import LinkSchedule
+from offbeat.search.pace.fusion import balanced_borders, max_min_sizes
 
 Slices = list[tuple[int, float, float]]
 
@@ -258,13 +259,20 @@ def max_min_size(sizes: Sequence[int], groups: int) -> tuple[float, list[list[in
     return best(0, groups)
 
 
+def balanced_fusion(sizes: Sequence[float], groups: int) -> list[list[int]]:
+    """Indices of the sizes in runs of neighbours, by the package's MaxMinSize."""
+    edges = np.append(0.0, np.cumsum(np.asarray(sizes, np.float64)))
+    borders = balanced_borders(edges, max_min_sizes(edges, groups), groups)
+    return [part.tolist() for part in np.split(np.arange(len(sizes)), np.flatnonzero(borders)[1:])]
+
+
 def test_balanced_fusion_is_the_papers_optimum() -> None:
     rng = random.Random(7)
     for _ in range(300):
         sizes = [rng.choice((rng.randint(0, 5), rng.randint(1, 1000))) for _ in range(rng.randint(1, 8))]
         groups = rng.randint(1, len(sizes))
         value, expected = max_min_size(sizes, groups)
-        found = pace.balanced_fusion(sizes, groups)
+        found = balanced_fusion(sizes, groups)
         assert found == expected
         every = itertools.combinations(range(1, len(sizes)), groups - 1)
         edges = ([0, *cuts, len(sizes)] for cuts in every)
@@ -298,7 +306,7 @@ def test_search_over_fusions_is_never_worse_than_the_papers() -> None:
         chain = sorted(range(len(ready)), key=lambda i: ready[i])
         paper = []
         for count in range(1, len(ready) + 1):
-            groups = [[chain[i] for i in group] for group in pace.balanced_fusion([sizes[i] for i in chain], count)]
+            groups = [[chain[i] for i in group] for group in balanced_fusion([sizes[i] for i in chain], count)]
             paper.append(pace.preemptive_schedule(*fused(groups, ready, sizes, tail, rate), overhead).makespan)
         assert found.makespan <= min(paper) * (1 + 1e-9)
         shorter += found.makespan < min(paper) * (1 - 1e-6)

@@ -73,7 +73,10 @@ def fit_costs(evidence: Sequence[Evidence], known: Costs | None = None) -> Fitte
         if step:
             predicted = _replayed(plans, known, theta)
         residuals = logs - predicted
-        trust = precision * _credible(residuals)
+        # Huber's weights: a trial that was disturbed, or that replay cannot explain, does not bend the rest.
+        apart = np.abs(residuals - np.median(residuals))
+        usual = max(NOISE, 1.5 * float(np.median(apart)))
+        trust = precision * np.minimum(1.0, 3 * usual / np.maximum(apart, 1e-12))
         rows = np.vstack((slopes * trust[:, None], np.diag(1 / _SPREAD)))
         wanted = np.concatenate((residuals * trust, (_MEAN - theta) / _SPREAD))
         change, *_ = np.linalg.lstsq(rows, wanted, rcond=None)
@@ -97,10 +100,3 @@ def _replayed(plans: Sequence[Plan], known: Costs, theta: NDArray[np.float64]) -
     """Logarithms of the seconds of each plan."""
     costs = costs_at(theta, known)
     return np.log([step_seconds(plan, costs) for plan in plans])
-
-
-def _credible(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights (Huber's), so that a trial which was disturbed or which replay cannot explain does not bend the rest."""
-    apart = np.abs(residuals - np.median(residuals))
-    usual = max(NOISE, 1.5 * float(np.median(apart)))
-    return np.minimum(1.0, 3 * usual / np.maximum(apart, 1e-12))

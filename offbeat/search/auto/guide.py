@@ -12,6 +12,7 @@ How many are enough is seen in benchmarks/ranking.py: a model fitted to ten tria
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -51,24 +52,20 @@ REFIT = TrainingSchedule(epochs=40, decay_epochs=(20, 30))
 """Fine-tuning with a few more trials starts from a trained state."""
 
 
+@dataclass(eq=False)
 class Guide:
     """Predicts for one model on one cluster."""
 
-    simulator: "Simulator | None" = None
+    name: GuideName
+    graph: ModelGraph
+    cluster: ClusterSpec
+    costs: Costs | None = None
+    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
+    seed: int = 0
+    simulator: "Simulator | None" = field(default=None, init=False)
 
-    def __init__(
-        self,
-        name: GuideName,
-        graph: ModelGraph,
-        cluster: ClusterSpec,
-        *,
-        costs: Costs | None = None,
-        schedule: TrainingSchedule | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.name, self.graph, self.cluster, self.costs = name, graph, cluster, costs
-        self.schedule = schedule or TrainingSchedule()
-        self.coefficients = _coefficients(cluster)
+    def __post_init__(self) -> None:
+        self.coefficients = _coefficients(self.cluster)
         self.earlier: list[Samples] = []
         self.fitted: FittedCosts | None = None
         """Costs that trials told, once there are some."""
@@ -78,11 +75,11 @@ class Guide:
         """For each trial the seconds by fitted costs and by the learned model before it, and those it took."""
         self._learned_from: set[str] = set()
         self._known: dict[tuple[str, bool], Encoded] = {}
-        if name in _LEARNS:
+        if self.name in _LEARNS:
             # Only learned models need torch; the other guides start without it.
             from offbeat.simulate.learned.ranking import Simulator
 
-            self.simulator = Simulator(_LEARNS[name], hidden=_HIDDEN, seed=seed)
+            self.simulator = Simulator(_LEARNS[self.name], hidden=_HIDDEN, seed=self.seed)
 
     @property
     def predicts(self) -> bool:
@@ -139,8 +136,7 @@ class Guide:
 
     def _replayed(self, strategy: Strategy, costs: Costs) -> float:
         if strategy.digest not in self._at_fitted:
-            plan = lower(self.graph, self.cluster, strategy)
-            self._at_fitted[strategy.digest] = step_seconds(plan, costs)
+            self._at_fitted[strategy.digest] = step_seconds(lower(self.graph, self.cluster, strategy), costs)
         return self._at_fitted[strategy.digest]
 
     def embed(self, strategies: Sequence[Strategy]) -> NDArray[np.float64] | None:
@@ -174,7 +170,14 @@ class Guide:
             return
         usable = [trial for trial in trials if trial.usable]
         if self.name == "combined":
-            self._compare([trial for trial in usable if trial.strategy.digest not in self._learned_from])
+            fresh = [trial for trial in usable if trial.strategy.digest not in self._learned_from]
+            strategies = [trial.strategy for trial in fresh]
+            self._learned_from |= {strategy.digest for strategy in strategies}
+            if fresh and self.fitted is not None and self.learned:
+                # What both predictors say of trials that neither has learned from.
+                by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
+                by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
+                self._shown += zip(by_fit, by_model, [trial.took for trial in fresh], strict=True)
             mine = [Evidence(lower(self.graph, self.cluster, trial.strategy), trial.took) for trial in usable]
             if len(mine) + len(self._evidence) >= LEAST_FITTED:
                 self.fitted = fit_costs([*self._evidence, *mine], self.costs)
@@ -186,15 +189,6 @@ class Guide:
         if sum(len(domain.plans) for domain in domains) >= LEAST_LEARNED:
             again = self.learned and REFIT.epochs <= self.schedule.epochs
             self.simulator.fit(domains, REFIT if again else self.schedule)
-
-    def _compare(self, fresh: Sequence[Trial]) -> None:
-        """Notes what both predictors say of trials that neither has learned from."""
-        self._learned_from |= {trial.strategy.digest for trial in fresh}
-        if fresh and self.fitted is not None and self.simulator is not None and self.learned:
-            strategies = [trial.strategy for trial in fresh]
-            by_fit = [self._replayed(strategy, self.fitted) for strategy in strategies]
-            by_model = self.simulator.predict(self._encode(strategies, True)).tolist()
-            self._shown += zip(by_fit, by_model, [trial.took for trial in fresh], strict=True)
 
     def accuracy(self, trials: Sequence[Trial]) -> float:
         """Ranking accuracy of what was predicted before each of these trials."""

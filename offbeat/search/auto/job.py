@@ -118,8 +118,7 @@ class Stopwatch:
         mine = statistics.median(self._present()), self.steal.share()
         if not dist.is_initialized():
             return mine
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        worst = torch.tensor(mine, dtype=torch.float64, device=device)
+        worst = torch.tensor(mine, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         slowest, stolen = worst.tolist()
         return slowest, stolen
@@ -156,8 +155,7 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
     else:
         _join(task)
         if not watch.blocks:
-            timed = max(0, len(watch.marks) - 1)
-            error = f"the script ended after {timed} of {watch.timed} timed steps"
+            error = f"the script ended after {max(0, len(watch.marks) - 1)} of {watch.timed} timed steps"
     if dist.get_rank() == 0:
         # The file is the only thing a trial hands back, so that a script may print what it likes.
         result = {"status": "refused", "error": error, "steps": []} if error else watch.result()

@@ -101,7 +101,7 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
             case "servers":
                 served = {name: config for name, config in configs.items() if config.shards[0].owner is not None}
                 choices = {name: Choice(c.shards[0].synchronizer, c.partition) for name, c in served.items()}
-                configs = sampler.placed(configs, choices, sampler.servers(), sampler.stations())
+                configs = sampler.placed(configs, choices, *sampler.servers())
             case what:
                 configs = _changed_variables(sampler, configs, what)
     return sampler.strategy(configs, schedule)
@@ -138,8 +138,7 @@ def _changed_groups(sampler: Sampler, configs: Configs) -> Configs:
     members = list(by_group.values())
     kind = random.random()
     if kind < 0.3 or not members:
-        factor = float(np.exp2(random.normal(0.0, 1.0)))
-        return sampler.grouped(configs, max(1, round(len(members) * factor)))
+        return sampler.grouped(configs, max(1, round(len(members) * float(np.exp2(random.normal(0.0, 1.0))))))
     several = [group for group in members if len(group) > 1]
     if kind < 0.65 and several:
         split = several[int(random.integers(len(several)))]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
+from offbeat.files import one_line
 from offbeat.launch import GRACE_SECONDS, POLL_SECONDS, LocalJob, RankEnd, free_port
 from offbeat.search.auto.trials import TASK, require_success
 
@@ -167,7 +168,7 @@ def follow(meeting: Meeting, ranks: int) -> int:
         finally:
             store.set(f"left/{node}", "1")
     except RuntimeError as error:
-        raise OffbeatError(f"node {node}: node 0 at {meeting.place} is gone ({_first_line(error)})") from None
+        raise OffbeatError(f"node {node}: node 0 at {meeting.place} is gone ({one_line(error)})") from None
     return jobs
 
 
@@ -196,8 +197,4 @@ def _meet(meeting: Meeting) -> "Store":
         return TCPStore(meeting.address, meeting.port, is_master=leads, timeout=wait, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         what = "cannot open the meeting point" if leads else "node 0 cannot be reached at"
-        raise OffbeatError(f"node {meeting.node_rank}: {what} {meeting.place} ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
+        raise OffbeatError(f"node {meeting.node_rank}: {what} {meeting.place} ({one_line(error)})") from None

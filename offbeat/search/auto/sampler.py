@@ -70,6 +70,7 @@ class Sampler:
 
     def __init__(self, graph: ModelGraph, cluster: ClusterSpec, seed: int = 0, space: Space | None = None) -> None:
         self.graph, self.cluster, self.space = graph, cluster, space or Space()
+        self.plain = Strategy(name="auto", model=graph.name, graph=graph.signature, cluster=cluster.digest)
         self.random = np.random.default_rng(seed)
         self.variables = graph.gradient_order
         self.node_ranks = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
@@ -94,19 +95,12 @@ class Sampler:
             choices[variable.name] = self.choice(variable, synchronizer_of(variable, served, collective))
         # Log-uniform from 1 to one for each variable.
         groups = round(math.exp(random.uniform(0.0, math.log(len(self.variables)))))
-        schedule, servers, stations = self.schedule(), self.servers(), self.stations()
-        return self.strategy(self.grouped(self.placed({}, choices, servers, stations), groups), schedule)
+        schedule = self.schedule()
+        return self.strategy(self.grouped(self.placed({}, choices, *self.servers()), groups), schedule)
 
     def strategy(self, configs: Configs, schedule: Schedule) -> Strategy:
         ordered = {v.name: configs[v.name] for v in self.graph.variables if v.name in configs}
-        strategy = Strategy(
-            name="auto",
-            model=self.graph.name,
-            graph=self.graph.signature,
-            cluster=self.cluster.digest,
-            schedule=schedule,
-            variables=ordered,
-        )
+        strategy = self.plain.model_copy(update={"schedule": schedule, "variables": ordered})
         check_fits(strategy, self.graph, self.cluster)
         return strategy
 
@@ -177,15 +171,13 @@ class Sampler:
             mode="auto" if random.random() < space.deferred_share else "barrier",
         )
 
-    def servers(self) -> tuple[int, ...]:
-        """The ranks that may be servers: one of each node, or all."""
-        return self.node_servers if self.random.random() < 0.5 else tuple(range(self.cluster.world_size))
-
-    def stations(self) -> tuple[int, ...]:
-        """None, or one on each node with several replicas, which then reduce among themselves first."""
-        if self.random.random() >= 0.5:
-            return ()
-        return tuple(ranks[0] for ranks in self.node_ranks if len(ranks) > 1)
+    def servers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks that may be servers (one of each node, or all) and the stations: none, or one on each node with
+        several replicas, which then reduce among themselves first."""
+        one_each, via_stations = self.random.random() < 0.5, self.random.random() < 0.5
+        stations = tuple(ranks[0] for ranks in self.node_ranks if len(ranks) > 1)
+        servers = self.node_servers if one_each else tuple(range(self.cluster.world_size))
+        return servers, stations if via_stations else ()
 
     def distinct(self, count: int, draw: Callable[[], Strategy], seen: Sequence[str] = ()) -> list[Strategy]:
         """Up to `count` different strategies, none with one of the digests that were `seen`."""

@@ -13,6 +13,7 @@ strategies already picked, so that one α serves for all models. sim compares tw
 (`expression_similarity`) or two hidden vectors of a learned simulator (`embedding_similarity`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
+from offbeat.simulate.learned.features import rank_pairs
 from offbeat.strategy import Schedule, Strategy
 
 ACCURACY = 0.8
@@ -36,14 +38,9 @@ def ranking_accuracy(predicted: Values, measured: Values, tie: float = TIE) -> f
     guess, truth = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
     if guess.shape != truth.shape:
         raise OffbeatError(f"ranking: {len(guess)} predictions are given for {len(truth)} measurements")
-    first, second = np.triu_indices(len(truth), 1)
-    apart = np.abs(truth[first] - truth[second]) > tie * np.minimum(truth[first], truth[second])
-    if not apart.any():
-        return float("nan")
-    first, second = first[apart], second[apart]
-    agreement = np.sign(guess[first] - guess[second]) * np.sign(truth[first] - truth[second])
+    faster, slower = rank_pairs(truth, tie)
     # An undecided prediction is right half of the time.
-    return float(np.mean((agreement + 1) / 2))
+    return float(np.mean((np.sign(guess[slower] - guess[faster]) + 1) / 2)) if len(faster) else math.nan
 
 
 def fidelity_level(predicted: Values, measured: Values, accuracy: float = ACCURACY, recent: int = RECENT) -> float:
@@ -58,15 +55,13 @@ def fidelity_level(predicted: Values, measured: Values, accuracy: float = ACCURA
         # nan, where there is no pair to test, compares as false.
         if ranking_accuracy(guess[slower], truth[slower]) >= accuracy:
             return float(level)
-    return float("inf")
+    return math.inf
 
 
 def elite(predicted: Values, level: float, least: int) -> list[int]:
     """Positions of the candidates that are not rejected at this level, best first; at least `least` of them."""
     guess = np.asarray(predicted, dtype=np.float64)
-    order = np.argsort(guess, kind="stable")
-    kept = int(np.sum(guess <= level))
-    return order[: max(least, kept)].tolist()
+    return np.argsort(guess, kind="stable")[: max(least, int(np.sum(guess <= level)))].tolist()
 
 
 def diverse_pick(

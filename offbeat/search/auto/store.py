@@ -129,8 +129,7 @@ class Domain:
         """A folder's name."""
         parts = (f"{self.model}-{self.cluster}"[:60], self.graph_digest[:8], self.cluster_digest[:8])
         # Whatever a store holds, the name is one step below the folder it is put into.
-        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in "-".join(parts))
-        return plain.lstrip(".") or "domain"
+        return "".join(c if c.isalnum() or c in "-_." else "-" for c in "-".join(parts)).lstrip(".") or "domain"
 
 
 class TrialStore(AbstractContextManager["TrialStore"]):
@@ -190,16 +189,21 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         source: Source | None = None,
     ) -> list[Trial]:
         """The trials of one domain, of one model, of one cluster or all, in the order in which they were made."""
-        names = ("graph_digest", "cluster_digest", "search", "source")
-        values = zip(names, (graph_digest, cluster_digest, search, source), strict=True)
-        given = {name: value for name, value in values if value is not None}
+        wanted = {"graph_digest": graph_digest, "cluster_digest": cluster_digest, "search": search, "source": source}
+        given = {name: value for name, value in wanted.items() if value is not None}
         where = " AND ".join(f"{name} = ?" for name in given) or "1"
         rows = self._read(
             f"SELECT {', '.join(_COLUMNS)} FROM trials JOIN domains ON domains.id = trials.domain "
             f"WHERE {where} ORDER BY trials.id",
             *given.values(),
         )
-        return [_trial_of_row(row, self.path) for row in rows]
+        found = []
+        for row in rows:
+            raw = dict(zip(_COLUMNS, row, strict=True))
+            for name in ("steps", "strategy"):
+                raw[name] = files.parse_json(_text(raw[name], self.path), self.path, name)
+            found.append(_checked(raw, self.path))
+        return found
 
     def domains(self) -> list[Domain]:
         """Every model on every cluster that has trials."""
@@ -248,7 +252,8 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             except OSError as error:
                 raise OffbeatError(f"{target}: cannot make the folder: {error.strerror}") from None
             graph, cluster = self.load_domain(domain)
-            lines = [_line(trial) for trial in self.trials(*domain.digests)]
+            trials = [vars(t) | {"strategy": json.loads(t.strategy.to_json())} for t in self.trials(*domain.digests)]
+            lines = [json.dumps(trial, separators=(",", ":"), allow_nan=False) + "\n" for trial in trials]
             files.write_atomic(target / "graph.json", graph.to_json(), "model graph")
             files.write_atomic(target / "cluster.json", cluster.model_dump_json().encode(), "cluster")
             files.write_atomic(target / "trials.jsonl", "".join(lines).encode(), "trials")
@@ -261,7 +266,14 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         if not found:
             raise OffbeatError(f"{folder}: holds no domain, which is a folder with graph.json and trials.jsonl")
         # Everything is read before anything is stored, so that a bad file leaves the store as it was.
-        domains = [_read_domain(path) for path in found]
+        domains = []
+        for path in found:
+            graph = ModelGraph.load(path.with_name("graph.json"))
+            cluster = ClusterSpec.load(path.with_name("cluster.json"))
+            lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
+            named = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
+            trials = [_checked(files.parse_json(line, origin, "trial"), origin) for line, origin in named]
+            domains.append((graph, cluster, trials))
         return sum(self.add(graph, cluster, *trials) for graph, cluster, trials in domains)
 
     def _prepare(self) -> None:
@@ -318,28 +330,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
             # A damaged file is quoted in the error, and may not even be text there.
-            said = " ".join(str(error).split())[:160]
-            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {said}") from None
-
-
-def _trial_of_row(row: tuple[Any, ...], origin: str) -> Trial:
-    raw = dict(zip(_COLUMNS, row, strict=True))
-    for name in ("steps", "strategy"):
-        raw[name] = files.parse_json(_text(raw[name], origin), origin, name)
-    return _checked(raw, origin)
-
-
-def _line(trial: Trial) -> str:
-    content = vars(trial) | {"strategy": json.loads(trial.strategy.to_json())}
-    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _read_domain(path: Path) -> tuple[ModelGraph, ClusterSpec, list[Trial]]:
-    graph = ModelGraph.load(path.with_name("graph.json"))
-    cluster = ClusterSpec.load(path.with_name("cluster.json"))
-    lines = files.read_bytes(path, "trials").decode(errors="replace").splitlines()
-    named = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
-    return graph, cluster, [_checked(files.parse_json(line, origin, "trial"), origin) for line, origin in named]
+            raise OffbeatError(f"{self.path}: cannot {what} the trial store: {files.one_line(error)}") from None
 
 
 def _checked(raw: Any, origin: str) -> Trial:
@@ -356,13 +347,13 @@ def _text(value: Any, origin: str) -> str:
 
 def _unpacked(packed: Any, origin: str) -> bytes:
     """A compressed graph, if it is not larger than a file of one may be."""
+    named = f"{origin}: not a trial store: a model graph in it"
     try:
         content = zlib.decompressobj().decompress(packed, files.MAX_BYTES)
     except (zlib.error, TypeError) as error:
-        raise OffbeatError(f"{origin}: not a trial store: a model graph in it is damaged ({error})") from None
+        raise OffbeatError(f"{named} is damaged ({error})") from None
     if len(content) == files.MAX_BYTES:
-        too_large = f"unpacks to {files.MAX_BYTES} bytes or more"
-        raise OffbeatError(f"{origin}: not a trial store: a model graph in it {too_large}")
+        raise OffbeatError(f"{named} unpacks to {files.MAX_BYTES} bytes or more")
     return content
 
 

@@ -61,8 +61,7 @@ class LocalRanks:
         self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
     ) -> list[RankEnd]:
         """Runs a Python program on every rank; all are ended when one fails or time is up."""
-        master = (LOOPBACK, free_port(LOOPBACK))
-        with LocalJob(program, range(self.world_size), self.world_size, master, env) as job:
+        with LocalJob(program, range(self.world_size), self.world_size, (LOOPBACK, free_port(LOOPBACK)), env) as job:
             in_time = job.wait(timeout)
             if job.failed:
                 # Others that fail for the same reason get a moment to say so.
@@ -112,11 +111,6 @@ class TrialRunner:
         if self.target.endswith(".py"):
             self.target = os.path.abspath(self.target)
 
-    @property
-    def batch(self) -> int:
-        """Strategies one job can try; a script distributes its model once."""
-        return 1 if self.target.endswith(".py") else self.options.batch
-
     def discover(self) -> ModelGraph:
         """The step's graph with measured compute times, from a run in which every rank trains alone."""
         lines, ends = self._launch([])
@@ -131,9 +125,11 @@ class TrialRunner:
         self, graph: ModelGraph, cluster: ClusterSpec, strategies: Sequence[Strategy], best_seconds: float | None = None
     ) -> Iterator[Trial]:
         """One trial for each strategy, in order; a job that fails costs the strategy it was at, and no other."""
+        # A script distributes its model once.
+        batch = 1 if self.target.endswith(".py") else self.options.batch
         tried = 0
         while tried < len(strategies):
-            waiting = strategies[tried : tried + self.batch]
+            waiting = strategies[tried : tried + batch]
             task = {"graph": json.loads(graph.to_json()), "cluster": cluster.model_dump_json()}
             if best_seconds is not None and self.options.stop_ratio is not None:
                 task["stop_above_seconds"] = self.options.stop_ratio * best_seconds

@@ -181,6 +181,8 @@ class _Search:
         seed = self.options.seed + 1_000_003 * self.tried_before
         self.sampler = Sampler(self.graph, self.cluster, seed, self.options.space)
         self.began = time.monotonic()
+        limit = self.options.time_limit_seconds
+        self.ends = math.inf if limit is None else self.began + limit
 
     @property
     def uses_neighbours(self) -> bool:
@@ -213,11 +215,7 @@ class _Search:
         self.guide.learn(self.trials)
 
     def wants_more(self) -> bool:
-        return len(self.trials) < self.options.trials and not self._late()
-
-    def _late(self) -> bool:
-        limit = self.options.time_limit_seconds
-        return limit is not None and time.monotonic() - self.began >= limit
+        return len(self.trials) < self.options.trials and time.monotonic() < self.ends
 
     def round(self) -> None:
         """Lines 2 to 9 of Algorithm 1."""
@@ -225,8 +223,10 @@ class _Search:
         chosen = self._choose(count)
         if self.starts and not self.trials:
             # Hand-made strategies are always measured: what is returned is no worse, and hits are counted.
-            first = self._best_starts()[: max(1, 3 * count // 4)]
-            chosen = _distinct([*first, *chosen])[:count]
+            best_of: dict[str, Strategy] = {}
+            for strategy in self._ordered(self.starts):
+                best_of.setdefault(strategy.name, strategy)
+            chosen = _distinct([*list(best_of.values())[: max(1, 3 * count // 4)], *chosen])[:count]
         if not chosen:
             raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
         predicted = self.guide.predict(chosen).tolist()
@@ -244,7 +244,7 @@ class _Search:
         """Runs the fastest strategies and the fastest builder's again."""
         chosen = (*_fastest(self.trials)[: self.options.finalists], *_fastest(self.trials, built=True)[:1])
         again = list({trial.strategy.digest: trial for trial in chosen}.values())
-        if self.options.finalists < 1 or len(again) < 2 or self._late():
+        if self.options.finalists < 1 or len(again) < 2 or time.monotonic() >= self.ends:
             return
         for place, repeated in enumerate(self.run([trial.strategy for trial in again], None)):
             if repeated.status == "done":
@@ -258,13 +258,6 @@ class _Search:
         hand_made = _fastest(again, built=True)
         self.winner = next((trial for trial in hand_made if trial.took < (1 + MARGIN) * best.took), best)
 
-    def _best_starts(self) -> list[Strategy]:
-        """The best predicted hand-made strategy of each builder, best first."""
-        families: dict[str, Strategy] = {}
-        for strategy in self._ordered(self.starts):
-            families.setdefault(strategy.name, strategy)
-        return list(families.values())
-
     def _ordered(self, strategies: Sequence[Strategy]) -> list[Strategy]:
         """The fastest predicted one first."""
         return [strategies[position] for position in np.argsort(self.guide.predict(strategies), kind="stable")]
@@ -274,12 +267,11 @@ class _Search:
         if not self.guide.predicts:
             return candidates[:count]
         if self.uses_neighbours:
-            candidates = self._unlike(self._evolve(candidates), 2 * count)
+            candidates = self._unlike(candidates, 2 * count)
         predicted = self.guide.predict(candidates)
         usable = [trial for trial in self.trials if trial.usable]
         again = self.guide.predict([trial.strategy for trial in usable])
-        level = fidelity_level(again, [trial.took for trial in usable])
-        positions = elite(predicted, level, least=2 * count)
+        positions = elite(predicted, fidelity_level(again, [trial.took for trial in usable]), least=2 * count)
         kept = [candidates[position] for position in positions]
         vectors = self.guide.embed(kept) if self.options.similarity == "embedding" else None
 
@@ -291,24 +283,20 @@ class _Search:
         return [kept[p] for p in diverse_pick(predicted[positions], similarity, count, self.options.alpha)]
 
     def _candidates(self) -> list[Strategy]:
-        """New strategies, each once."""
-        total = self.options.candidates
+        """New strategies, each once; where the guide may, with those that descend from the best predicted ones."""
+        total, generations = self.options.candidates, self.options.generations
         found = list(self.starts)
         if self.uses_neighbours:
-            total //= self.options.generations
+            total //= generations
             for near in [trial.strategy for trial in _fastest(self.trials)[:3]] or self.starts[:3]:
                 found += vary(self.sampler, near, max(1, total // 6))
         found += self.sampler.sample(max(1, total // 3, total - len(found)))
-        return self._untried(found)
-
-    def _evolve(self, candidates: list[Strategy]) -> list[Strategy]:
-        """The candidates and, generation by generation, neighbours of the best predicted among them."""
-        each = max(1, self.options.candidates // self.options.generations // _PARENTS)
-        for _ in range(self.options.generations - 1):
-            parents = self._ordered(candidates)[:_PARENTS]
-            near = [strategy for parent in parents for strategy in vary(self.sampler, parent, each)]
-            candidates = self._untried([*candidates, *near])
-        return candidates
+        found = self._untried(found)
+        for _ in range(generations - 1 if self.uses_neighbours else 0):
+            for parent in self._ordered(found)[:_PARENTS]:
+                found += vary(self.sampler, parent, max(1, total // _PARENTS))
+            found = self._untried(found)
+        return found
 
     def _unlike(self, candidates: list[Strategy], least: int) -> list[Strategy]:
         """Without those that replay cannot tell from one that was tried or from a better one; at least so many."""
@@ -331,10 +319,9 @@ class _Search:
         self.trials.append(stored)
         if self.on_progress is None:
             return
-        done, wanted, spent = len(self.trials), self.options.trials, time.monotonic() - self.began
-        left = spent / (done - self.tried_before) * (wanted - done)
-        if self.options.time_limit_seconds is not None:
-            left = min(left, max(0.0, self.options.time_limit_seconds - spent))
+        done, wanted, now = len(self.trials), self.options.trials, time.monotonic()
+        left = (now - self.began) / (done - self.tried_before) * (wanted - done)
+        left = min(left, max(0.0, self.ends - now))
         accuracy = self.guide.accuracy(self.trials)
         self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
 

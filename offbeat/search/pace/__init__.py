@@ -1,6 +1,6 @@
 """Gradients with ready times and tails → PACE's preemptive schedule, fusion and strategy."""
 
-from offbeat.search.pace.fusion import balanced_fusion, search_fusion
+from offbeat.search.pace.fusion import search_fusion
 from offbeat.search.pace.schedule import LinkSchedule, preemptive_schedule
 
-__all__ = ["LinkSchedule", "balanced_fusion", "preemptive_schedule", "search_fusion"]
+__all__ = ["LinkSchedule", "preemptive_schedule", "search_fusion"]

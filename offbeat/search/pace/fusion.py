@@ -1,10 +1,10 @@
 """Tensors in the order they become ready, and the cost of a collective → which neighbours to fuse into one all-reduce.
 
 PACE's section V. A fused all-reduce is ready with its last tensor, has the longest tail of its tensors and pays the
-overhead of a collective once. `balanced_fusion` is MaxMinSize (algorithm 1, lines 11-23): the partition of the chain
-into R groups whose smallest is largest. Algorithm 1 takes the best of that partition for every R, the scheduler being
-the judge (`_balanced_groupings`). `search_fusion` starts from there and moves the borders between groups, because equal
-sizes suit the bandwidth but not the tails; it is never worse than algorithm 1.
+overhead of a collective once. `max_min_sizes` and `balanced_borders` are MaxMinSize (algorithm 1, lines 11-23): the
+partition of the chain into R groups whose smallest is largest. Algorithm 1 takes the best of that partition for every
+R, the scheduler being the judge (`_balanced_groupings`). `search_fusion` starts from there and moves the borders
+between groups, because equal sizes suit the bandwidth but not the tails; it is never worse than algorithm 1.
 
 The scheduler takes microseconds, and most groupings need not even be scheduled: a makespan is at least that of free
 cuts with one overhead per group (`lower_bound`), and one whose bound is no better than the best known is skipped.
@@ -50,16 +50,6 @@ class _Chain(NamedTuple):
     """No step is shorter: the tensors that make the bound without overhead need at least one collective."""
 
 
-def balanced_fusion(sizes: Values, groups: int) -> list[list[int]]:
-    """Indices of `sizes` in `groups` runs of neighbours, so that the smallest run is as large as it can be.
-
-    Exact. Of several solutions it gives the paper's: the shortest first group, then the paper's solution of the rest.
-    """
-    edges = np.append(0.0, np.cumsum(np.asarray(sizes, np.float64)))
-    borders = _balanced_borders(edges, _max_min_sizes(edges, groups), groups)
-    return _runs(borders, np.arange(len(sizes)))
-
-
 def search_fusion(ready: Values, sizes: Values, tail: Values, seconds_per_byte: float, overhead: float) -> LinkSchedule:
     """The grouping and the schedule of least makespan found; `.groups` holds the tensors of each job of `.slices`.
 
@@ -91,8 +81,8 @@ def _balanced_groupings(chain: _Chain, sizes: Floats) -> list[NDArray[np.bool_]]
     """Borders of the best few results of MaxMinSize over the number of groups, best first."""
     limit = min(len(sizes), _MOST_GROUPS)
     edges = np.append(0.0, np.cumsum(sizes))
-    table = _max_min_sizes(edges, limit)
-    candidates = [_balanced_borders(edges, table, groups) for groups in range(1, limit + 1)]
+    table = max_min_sizes(edges, limit)
+    candidates = [balanced_borders(edges, table, groups) for groups in range(1, limit + 1)]
     if len(sizes) > limit:
         candidates.append(np.ones(len(sizes), np.bool_))
     bounds = [lower_bound(*_fuse(chain, borders), chain.overhead) for borders in candidates]
@@ -110,15 +100,11 @@ def _scheduled(chain: _Chain, borders: NDArray[np.bool_], order: NDArray[np.int6
     """The best schedule of a grouping."""
     jobs = _fuse(chain, borders)
     served = best_served(*jobs, chain.overhead, chain.floor, True, CUT_BUDGET // len(jobs[0]))
-    return schedule_of(served, jobs[2], _runs(borders, order))
-
-
-def _runs(borders: NDArray[np.bool_], order: NDArray[np.int64]) -> list[list[int]]:
-    return [part.tolist() for part in np.split(order, np.flatnonzero(borders)[1:])]
+    return schedule_of(served, jobs[2], [part.tolist() for part in np.split(order, np.flatnonzero(borders)[1:])])
 
 
 @compiled
-def _max_min_sizes(edges: Any, most: int) -> Any:
+def max_min_sizes(edges: Any, most: int) -> Any:
     """best[r, s]: the largest possible smallest group, when tensors s.. make r + 1 groups; -1 if they are too few.
 
     min(edges[e] - edges[s], best[r - 1, e]) rises with the end e of the first group, then falls, as the first term
@@ -143,10 +129,12 @@ def _max_min_sizes(edges: Any, most: int) -> Any:
 
 
 @compiled
-def _balanced_borders(edges: Any, best: Any, groups: int) -> Any:
-    """Where groups begin: each ends as soon as it holds what the largest smallest group must hold."""
-    count = len(edges) - 1
-    borders = np.zeros(count, np.bool_)
+def balanced_borders(edges: Any, best: Any, groups: int) -> Any:
+    """Where groups begin: each ends as soon as it holds what the largest smallest group must hold.
+
+    Exact. Of several solutions it gives the paper's: the shortest first group, then the paper's solution of the rest.
+    """
+    borders = np.zeros(len(edges) - 1, np.bool_)
     start = 0
     for row in range(groups - 1, 0, -1):
         borders[start] = True

@@ -73,10 +73,9 @@ def preemptive_schedule(ready: Values, duration: Values, tail: Values, overhead:
     longest-tail-first and the first-in-first-out schedules without cuts. No single cut can be taken back without a
     longer step or another cut (up to some thousand jobs; beyond, the search is cut short).
     """
-    tails = np.ascontiguousarray(tail, np.float64)
-    times = np.ascontiguousarray(ready, np.float64), np.ascontiguousarray(duration, np.float64), tails
-    trials = CUT_BUDGET // max(1, len(tails))
-    return schedule_of(best_served(*times, float(overhead), 0.0, True, trials), tails)
+    times = [np.ascontiguousarray(values, np.float64) for values in (ready, duration, tail)]
+    trials = CUT_BUDGET // max(1, len(times[0]))
+    return schedule_of(best_served(*times, float(overhead), 0.0, True, trials), times[2])
 
 
 def schedule_of(served: tuple[Floats, Floats, Any], tail: Floats, groups: Sequence[Sequence[int]] = ()) -> LinkSchedule:
@@ -96,8 +95,7 @@ def link_jobs(ready: Any, duration: Any, tail: Any, overhead: float) -> Any:
     by_ready = np.argsort(ready, kind="mergesort")
     by_tail = by_ready[np.argsort(-tail[by_ready], kind="mergesort")]
     place = np.empty(len(ready), np.int64)
-    for position in range(len(ready)):
-        place[by_tail[position]] = position
+    place[by_tail] = np.arange(len(ready))
     return Jobs(ready, duration, tail, overhead, by_ready, by_tail, place)
 
 

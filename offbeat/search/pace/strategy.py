@@ -44,8 +44,18 @@ def pace_strategy(
 def pace_schedule(
     gradients: Gradients, groups: list[tuple[int, ...]] | None = None
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]]]:
-    """Groups of units (PACE's fusion, unless given), and (group, first element, end) in issue order."""
-    groups = groups or _fused(gradients)
+    """Groups of units, and (group, first element, end) in issue order.
+
+    Unless groups are given, they are PACE's fusion of each run of units that may share a message.
+    """
+    if groups is None:
+        groups = []
+        for run in gradients.groups(gradients.forced):
+            units = list(run)
+            ready, wire, tail = gradients.ready[units], gradients.wire[units], gradients.tail[units]
+            per_byte, overhead = float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]])
+            fused = search_fusion(ready, wire, tail, per_byte, overhead).groups
+            groups += [tuple(sorted(run[place] for place in places)) for places in fused]
     ready = np.array([gradients.ready[list(units)].max() for units in groups])
     heads = np.array([units[0] for units in groups])
     duration = np.array([(gradients.per_byte[list(units)] * gradients.wire[list(units)]).sum() for units in groups])
@@ -59,26 +69,14 @@ def pace_schedule(
     return groups, _element_ranges(gradients, groups, pieces)
 
 
-def _fused(gradients: Gradients) -> list[tuple[int, ...]]:
-    """PACE's fusion on each run of units that may share a message."""
-    groups: list[tuple[int, ...]] = []
-    for run in gradients.groups(gradients.forced):
-        members = np.array(run)
-        ready, wire, tail = (values[members] for values in (gradients.ready, gradients.wire, gradients.tail))
-        found = search_fusion(ready, wire, tail, float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]]))
-        groups += [tuple(sorted(members[list(units)].tolist())) for units in found.groups]
-    return groups
-
-
 def _element_ranges(
     gradients: Gradients, groups: Sequence[tuple[int, ...]], pieces: Sequence[tuple[int, float]]
 ) -> list[tuple[int, int, int]]:
     """Seconds of each slice → ranges of whole elements that cover every group once.
 
     The last slice of a group that is applied as it arrives is cut so that little is left to update at the end."""
-    totals = [0.0] * len(groups)
-    for job, seconds in pieces:
-        totals[job] += seconds
+    jobs, seconds_of = zip(*pieces, strict=True)
+    totals = np.bincount(jobs, seconds_of).tolist()
     elements = [int(gradients.elements[list(units)].sum()) for units in groups]
     sent = [0.0] * len(groups)
     reached = [0] * len(groups)

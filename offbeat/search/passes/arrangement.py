@@ -8,7 +8,7 @@ Tensor partition is dPRO's k*, the number of parts into which a message may be c
 costs overhead and gains what an urgent message no longer waits for, so k* is found on the whole step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -59,7 +59,7 @@ def tensor_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
     present = arrangement_of(gradients, candidate.strategy)
     for start in (present, gradients.arrangement(barrier=present.barrier)):
-        yield _improved(gradients, start, borders, candidate, problem)
+        yield _improved(start, borders, candidate, problem)
 
 
 @register_pass("tensor_partition", order=30)
@@ -73,17 +73,15 @@ def tensor_partition(candidate: Candidate, problem: Problem) -> Iterator[Strateg
     largest = np.argsort(-np.add.reduceat(gradients.wire, starts), kind="stable")
     heads = [int(head) for head in starts[largest] if gradients.sliceable[head]]
     cuts: list[_Change] = [partial(_cut, head=head, count=count) for head in heads for count in _PARTS]
-    yield _improved(gradients, present, lambda _: cuts, candidate, problem)
+    yield _improved(present, lambda _: cuts, candidate, problem)
 
 
 def _improved(
-    gradients: Gradients,
-    arrangement: Arrangement,
-    changes: Callable[[Arrangement], Iterable[_Change]],
-    candidate: Candidate,
-    problem: Problem,
+    arrangement: Arrangement, changes: Callable[[Arrangement], list[_Change]], candidate: Candidate, problem: Problem
 ) -> Strategy:
     """The candidate with all changes that shorten the step, tried one after another, again until none does."""
+    gradients = problem.gradients(candidate)
+    assert gradients is not None
     best = problem.arrangement_seconds(gradients, arrangement, candidate)
     settled = False
     while not settled:
@@ -92,8 +90,6 @@ def _improved(
             if problem.expired:
                 return arranged(gradients, arrangement, candidate.strategy)
             trial = change(arrangement)
-            if trial is arrangement:
-                continue
             seconds = problem.arrangement_seconds(gradients, trial, candidate)
             # A border that makes no difference goes: fewer collectives stand up better to what was not foreseen.
             fewer = trial.borders.sum() < arrangement.borders.sum()
@@ -113,8 +109,6 @@ def flipped(arrangement: Arrangement, border: int) -> Arrangement:
 
 def _cut(arrangement: Arrangement, head: int, count: int) -> Arrangement:
     """The arrangement with the group at a head in so many parts."""
-    if arrangement.parts[head] == count:
-        return arrangement
     parts = arrangement.parts.copy()
     parts[head] = count
     return replace(arrangement, parts=parts)

@@ -29,11 +29,20 @@ _MOST_MICRO_BATCHES = 64
 def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Modules whose activations are computed again in backward: the fewest that fit, then all.
 
-    They are taken by the bytes they free for the work they repeat.
+    Those come first that repeat the least work for each byte they free. Work is in measured seconds where all operators
+    were measured, else in FLOP and bytes moved.
     """
     done = candidate.strategy.recompute
-    cost = _work_per_byte(problem.graph)
-    ranked = sorted((path for path in cost if path not in done), key=lambda path: cost[path])
+    forward = problem.graph.phase("forward")
+    measured = all(op.seconds is not None for op in forward)
+    cost = {}
+    for path in blocks(problem.graph):
+        operators = [op for op in forward if within(op.module, path)]
+        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
+        freed = sum(op.activation_bytes for op in operators)
+        if freed and path not in done:
+            cost[path] = work / freed
+    ranked = sorted(cost, key=lambda path: cost[path])
     if not ranked:
         return
 
@@ -88,27 +97,11 @@ def blocks(graph: ModelGraph) -> list[str]:
     return found
 
 
-def _work_per_byte(graph: ModelGraph) -> dict[str, float]:
-    """What running each of the blocks again costs for each byte it frees, without those that free none.
-
-    The cost is in measured seconds where all operators were measured, else in FLOP and bytes moved.
-    """
-    forward = graph.phase("forward")
-    measured = all(op.seconds is not None for op in forward)
-    found = {}
-    for path in blocks(graph):
-        operators = [op for op in forward if within(op.module, path)]
-        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
-        if freed := sum(op.activation_bytes for op in operators):
-            found[path] = work / freed
-    return found
-
-
 @register_pass("op_fusion", order=40)
 def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Each kind of measured module, compiled."""
     kinds: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(set(problem.fused_seconds).difference(*candidate.strategy.fusion)):
+    for path in sorted(set(problem.fused_seconds or ()).difference(*candidate.strategy.fusion)):
         kinds[re.sub(r"\d+", "*", path) if problem.symmetry else path].append(path)
     for alike in kinds.values():
         regions = tuple((path,) for path in alike)

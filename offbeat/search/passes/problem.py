@@ -20,12 +20,10 @@ from offbeat.simulate.fast.gradients import Arrangement, Gradients, gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
 
-Mode = Literal["auto", "deferred", "barrier"]
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that was replayed, and the one it was derived from."""
+    """A strategy that was replayed."""
 
     name: str
     """What made it: a builder's or a pass's name."""
@@ -35,12 +33,8 @@ class Candidate:
     plan: Plan = field(repr=False)
     peak_bytes: int = 0
     """Of the rank that holds most; 0 where memory is not limited."""
-    origin: "Candidate | None" = field(default=None, repr=False)
-
-    @property
-    def decisions(self) -> tuple[str, ...]:
-        """The names from the first to this one."""
-        return (*(self.origin.decisions if self.origin else ()), self.name)
+    decisions: tuple[str, ...] = ()
+    """The names of all candidates it was derived from, and its own."""
 
     @property
     def kind(self) -> str:
@@ -61,17 +55,24 @@ class Problem:
     """Ranks that behave alike are replayed once."""
     partial_replay: bool = True
     """Where it is exact, a step is evaluated by `offbeat.simulate.fast`."""
-    mode: Mode = "auto"
+    mode: Literal["auto", "deferred", "barrier"] = "auto"
+    """Whether updates may reach into the next forward: 'auto' and 'deferred' let them, 'barrier' does not."""
     memory_limit: int | None = None
     """Bytes per rank."""
     allow_lossy: bool = False
+    """Gradients are only ever rounded if this is set."""
     coarsen: bool = True
-    fused_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The variables of a module are moved together."""
+    fused_seconds: Mapping[str, tuple[float, float]] | None = None
     """Forward and backward seconds of compiled modules, by path, where they were measured."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
     _gradients: tuple[Plan | None, Gradients | None] = field(default=(None, None), repr=False)
     """Of the plan that was last asked about."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "deferred", "barrier"):
+            raise OffbeatError(f"mode: {self.mode!r} must be 'auto', 'deferred' or 'barrier'")
 
     @property
     def expired(self) -> bool:
@@ -87,7 +88,7 @@ class Problem:
             roles = find_roles(plan, self.costs.compute_scale)
             peak = max(peak_memory(plan, rank).total for rank in roles.representatives)
         seconds = step_seconds(plan, self.costs, fold=self.symmetry, compiled=self.partial_replay)
-        return Candidate(name, strategy, seconds, plan, peak, origin)
+        return Candidate(name, strategy, seconds, plan, peak, (*(origin.decisions if origin else ()), name))
 
     def fits(self, candidate: Candidate) -> bool:
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit
@@ -107,8 +108,8 @@ class Problem:
     def plan(self, strategy: Strategy) -> Plan:
         """Lowers a strategy, with measured times of compiled regions in place of predicted ones."""
         plan = lower(self.graph, self.cluster, strategy)
-        regions = plan.strategy.fusion
-        measured = {n: self.fused_seconds[r[0]] for n, r in enumerate(regions) if r and r[0] in self.fused_seconds}
+        known = self.fused_seconds or {}
+        measured = {n: known[r[0]] for n, r in enumerate(plan.strategy.fusion) if r and r[0] in known}
         if not measured:
             return plan
         node = plan.cluster.device_of(plan.replicas[0])

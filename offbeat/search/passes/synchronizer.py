@@ -88,13 +88,11 @@ def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Sha
     best = min(options, key=seconds)
     if best.synchronizer == current.synchronizer:
         return None
-    slower = current.synchronizer not in REPLICATED or seconds(current) > seconds(best)
-    return best if slower else None
+    return best if current.synchronizer not in REPLICATED or seconds(current) > seconds(best) else None
 
 
 def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
     """The strategy with these shards, each in a message of its own, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
     changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
-    size = strategy.schedule.slice_bytes or _SLICE_BYTES
-    return rescheduled(changed, policy="priority", slice_bytes=size, order=())
+    return rescheduled(changed, policy="priority", slice_bytes=strategy.schedule.slice_bytes or _SLICE_BYTES, order=())

@@ -98,6 +98,15 @@ class Samples:
             raise OffbeatError("samples: every time must be positive and finite")
 
 
+def rank_pairs(times: NDArray[np.float64], tie: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(faster, slower) positions of all pairs of times that differ by more than a share of `tie`."""
+    first, second = np.triu_indices(len(times), 1)
+    apart = np.abs(times[first] - times[second]) > tie * np.minimum(times[first], times[second])
+    first, second = first[apart], second[apart]
+    swapped = times[first] > times[second]
+    return np.where(swapped, second, first), np.where(swapped, first, second)
+
+
 def encode(
     plan: Plan,
     *,

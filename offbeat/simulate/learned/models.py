@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded
@@ -41,13 +41,10 @@ class Batch(NamedTuple):
 
 def collate(plans: Sequence[Encoded]) -> Batch:
     lengths = [len(plan.nodes) for plan in plans]
-    nodes = np.zeros((len(plans), max(lengths), len(NODE_NAMES)), dtype=np.float32)
-    for row, plan in zip(nodes, plans, strict=True):
-        row[: len(plan.nodes)] = plan.nodes
     starts = np.cumsum([0, *lengths[:-1]])
     edges = np.concatenate([plan.edges + start for plan, start in zip(plans, starts, strict=True)], axis=1)
     return Batch(
-        torch.from_numpy(nodes),
+        pad_sequence([torch.from_numpy(plan.nodes) for plan in plans], batch_first=True),
         torch.tensor(lengths),
         torch.from_numpy(edges),
         torch.from_numpy(np.stack([plan.whole for plan in plans])),
@@ -156,8 +153,7 @@ class AttentionModel(ScoreModel):
         self.decide = nn.Linear(hidden, 1)
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        longest = batch.nodes.shape[1]
-        present = torch.arange(longest)[None] < batch.lengths[:, None]
+        present = torch.arange(batch.nodes.shape[1])[None] < batch.lengths[:, None]
         nodes = self.second(self.first(batch.nodes[present], batch.edges), batch.edges)
         plan = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
         hidden = torch.zeros(len(batch.lengths), nodes.shape[1]).index_add(0, plan, nodes) / batch.lengths[:, None]

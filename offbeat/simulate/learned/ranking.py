@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from offbeat.errors import OffbeatError
-from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded, Samples, TrainingSchedule
+from offbeat.files import one_line
+from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded, Samples, TrainingSchedule, rank_pairs
 from offbeat.simulate.learned.models import HIDDEN, Kind, ScoreModel, collate, make_model
 
 FORMAT = 1
@@ -58,13 +59,30 @@ class Simulator:
         random = np.random.default_rng(self.seed + len(everything))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=schedule.learning_rate)
         decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(schedule.decay_epochs), schedule.decay)
-        loss = math.inf
+        losses: list[float] = []
         for _ in range(schedule.epochs):
-            loss = self._epoch(domains, schedule, optimizer, random)
+            batches = []
+            for domain in domains:
+                order = random.permutation(len(domain.plans))
+                cuts = np.array_split(order, math.ceil(len(order) / schedule.batch))
+                batches += [(domain, cut) for cut in cuts if len(cut) > 1]
+            losses = []
+            for number in random.permutation(len(batches)):
+                domain, chosen = batches[number]
+                faster, slower = rank_pairs(np.asarray(domain.seconds)[chosen], TIE)
+                if not len(faster):
+                    continue
+                scores, _ = self.model(collate([domain.plans[position] for position in chosen]))
+                loss = pairwise_loss(scores, faster, slower)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
+                optimizer.step()
+                losses.append(float(loss.detach()))
             decay.step()
         self.trained_on = len(everything)
         self._calibrate(domains[-1])
-        return loss
+        return float(np.mean(losses)) if losses else 0.0
 
     def predict(self, plans: Sequence[Encoded]) -> NDArray[np.float64]:
         """Seconds of each plan; their order is what was trained."""
@@ -103,36 +121,8 @@ class Simulator:
         except OffbeatError:
             raise
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, zipfile.BadZipFile) as error:
-            detail = " ".join(str(error).split())[:160]
-            raise OffbeatError(f"{origin}: not a simulator state: {detail}") from None
+            raise OffbeatError(f"{origin}: not a simulator state: {one_line(error)}") from None
         return made
-
-    def _epoch(
-        self,
-        domains: Sequence[Samples],
-        schedule: TrainingSchedule,
-        optimizer: torch.optim.Optimizer,
-        random: np.random.Generator,
-    ) -> float:
-        batches = []
-        for domain in domains:
-            order = random.permutation(len(domain.plans))
-            cuts = np.array_split(order, math.ceil(len(order) / schedule.batch))
-            batches += [(domain, cut) for cut in cuts if len(cut) > 1]
-        losses = []
-        for number in random.permutation(len(batches)):
-            domain, chosen = batches[number]
-            faster, slower = _pairs(np.asarray(domain.seconds)[chosen])
-            if not len(faster):
-                continue
-            scores, _ = self.model(collate([domain.plans[position] for position in chosen]))
-            loss = pairwise_loss(scores, faster, slower)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        return float(np.mean(losses)) if losses else 0.0
 
     def _scores(self, plans: Sequence[Encoded]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Score and hidden vector of each plan."""
@@ -155,12 +145,3 @@ class Simulator:
 def pairwise_loss(scores: Tensor, faster: NDArray[np.int64], slower: NDArray[np.int64]) -> Tensor:
     """Mean of log(1 + exp(s_faster − s_slower)) over the pairs."""
     return functional.softplus(scores[torch.from_numpy(faster)] - scores[torch.from_numpy(slower)]).mean()
-
-
-def _pairs(times: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(faster, slower) positions of all pairs that are not tied."""
-    first, second = np.triu_indices(len(times), 1)
-    apart = np.abs(times[first] - times[second]) > TIE * np.minimum(times[first], times[second])
-    first, second = first[apart], second[apart]
-    swapped = times[first] > times[second]
-    return np.where(swapped, second, first), np.where(swapped, first, second)
