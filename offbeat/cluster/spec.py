@@ -172,7 +172,15 @@ class ClusterSpec(BaseModel):
 
         Links between the nodes that remain are kept, and so are tables that measure only remaining ranks.
         """
-        kept = _checked_subset(self, ranks)
+        if isinstance(ranks, int):
+            if isinstance(ranks, bool) or not 1 <= ranks <= self.world_size:
+                raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {self.world_size}")
+            ranks = range(ranks)
+        kept = sorted(set(ranks))
+        if not kept or len(kept) != len(ranks):
+            raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
+        for end in (kept[0], kept[-1]):
+            self.node_of(end)
         if len(kept) == self.world_size:
             return self
         devices = Counter(self.node_of_rank[rank] for rank in kept)
@@ -317,19 +325,6 @@ class ClusterSpec(BaseModel):
     def _check_node(self, node_index: int) -> None:
         if not 0 <= node_index < len(self.nodes):
             raise OffbeatError(f"node {node_index} is outside the cluster, whose nodes are 0 to {len(self.nodes) - 1}")
-
-
-def _checked_subset(cluster: ClusterSpec, ranks: int | Sequence[int]) -> Sequence[int]:
-    if isinstance(ranks, int):
-        if isinstance(ranks, bool) or not 1 <= ranks <= cluster.world_size:
-            raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {cluster.world_size}")
-        return range(ranks)
-    kept = sorted(set(ranks))
-    if not kept or len(kept) != len(ranks):
-        raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
-    cluster.node_of(kept[0])
-    cluster.node_of(kept[-1])
-    return kept
 
 
 def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
