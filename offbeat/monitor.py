@@ -254,7 +254,7 @@ class _Sample:
             engine.reports.observer = self
 
     def end(self, engine: Any, seconds: float) -> None:
-        """Ends the observed step, which took so long."""
+        """Stops observing; the step that was observed took `seconds`."""
         if engine.reports.observer is self:
             engine.reports.observer = None
             self.seconds += seconds

@@ -168,7 +168,7 @@ class ClusterSpec(BaseModel):
         return self._table_of.get((collective, canonical_groups(groups)))
 
     def subset(self, ranks: int | Sequence[int]) -> "ClusterSpec":
-        """The cluster of these ranks, or of the first so many; they are numbered anew, node by node.
+        """The cluster of these ranks, or of the first `ranks` ones; they are renumbered node by node.
 
         Links between the nodes that remain are kept, and so are tables that measure only remaining ranks.
         """
@@ -200,7 +200,7 @@ class ClusterSpec(BaseModel):
         return self.model_copy(update=changes)
 
     def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "ClusterSpec":
-        """The same with so many times the bandwidth and the latency of every link, inside nodes as well.
+        """The cluster with the bandwidth and the latency of every link multiplied, inside nodes as well.
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
         """

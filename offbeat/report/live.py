@@ -188,10 +188,9 @@ class Session:
         rows = []
         for ranks in find_roles(plan, {}).ranks:
             estimate = peak_memory(plan, ranks[0])
-            parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
             limit = plan.cluster.device_of(ranks[0]).memory
-            row = {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
-            rows.append(row)
+            row = {"label": name_ranks(ranks), "total_bytes": estimate.total, "limit_bytes": limit}
+            rows.append(row | {"bytes": {part: getattr(estimate, part) for part in _MEMORY_PARTS}})
         known = any(operator.activation_bytes for operator in plan.graph.operators)
         return {"rows": rows, "why": "" if known else "without activations, which a recording does not tell"}
 

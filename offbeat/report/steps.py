@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,13 +85,10 @@ def rank_parts(rank: RankTime) -> dict[str, float]:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs[:3])
-    left = sum(last - first + 1 for first, last in runs[3:])
-    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'' if alone else 's'} {shown}" + (f" and {left} more" if left else "")
+    ordered = sorted(ranks)
+    # Consecutive ranks are equally far from their places.
+    groups = groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
+    runs = [[rank for _, rank in run] for _, run in groups]
+    shown = ", ".join("–".join(map(str, sorted({run[0], run[-1]}))) for run in runs[:3])
+    left = sum(map(len, runs[3:]))
+    return f"rank{'' if len(ordered) == 1 else 's'} {shown}" + (f" and {left} more" if left else "")
