@@ -57,23 +57,20 @@ def read_json(path: str | os.PathLike[str], what: str) -> Any:
     return parse_json(read_bytes(path, what), str(path), what)
 
 
-def parse_json(content: bytes | str, origin: str, what: str) -> Any:
-    """Parsed JSON of any shape with finite numbers; the error names `origin`."""
-    check_values(content, origin, what)
+def parse_json(content: bytes | str, origin: str, what: str, *, finite: bool = True) -> Any:
+    """Parsed JSON of any shape, with finite numbers unless the caller checks them; the error names `origin`."""
+    _check_text(content, origin, what)
+    # Many small values, such as empty lists, would take far more memory than the file.
+    marks: Any = ",[{" if isinstance(content, str) else (b",", b"[", b"{")
+    if len(content) > MAX_VALUES and sum(content.count(mark) for mark in marks) > MAX_VALUES:
+        raise OffbeatError(f"{origin}: not a {what}: it has more than {MAX_VALUES} values")
+    number = _finite if finite else None
     try:
-        return json.loads(content, parse_constant=_finite, parse_float=_finite)
+        return json.loads(content, parse_constant=number, parse_float=number)
     except OffbeatError as error:
         raise OffbeatError(f"{origin}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise OffbeatError(f"{origin}: not a {what}: it is not valid JSON ({one_line(error)})") from None
-
-
-def check_values(content: bytes | str, origin: str, what: str) -> None:
-    """Refuses JSON with so many values, such as empty lists, that they would take far more memory than the file."""
-    _check_text(content, origin, what)
-    marks: Any = ",[{" if isinstance(content, str) else (b",", b"[", b"{")
-    if len(content) > MAX_VALUES and sum(content.count(mark) for mark in marks) > MAX_VALUES:
-        raise OffbeatError(f"{origin}: not a {what}: it has more than {MAX_VALUES} values")
 
 
 def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:

@@ -200,7 +200,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         exposed, network, strategy = None, None, ""
         seconds = median(self._seconds)
         if engine is not None:
-            exposed, network = self._sample.take(seconds)
+            exposed, network = self._sample.per_step(seconds)
+            self._sample = _Sample()
             strategy = f"{engine.plan.strategy.name} in {engine.mode} mode"
         elif isinstance(self.model, DistributedDataParallel):
             # Seconds per step by the nanosecond counters of DDP's reducer, averaged since its slower first steps.
@@ -253,18 +254,16 @@ class _Sample:
             engine.reports.observer = self
 
     def end(self, engine: Any, seconds: float) -> None:
-        """Ends the observed step, which took so long."""
+        """Stops observing; the step that was observed took `seconds`."""
         if engine.reports.observer is self:
             engine.reports.observer = None
             self.seconds += seconds
 
-    def take(self, step_seconds: float) -> tuple[float | None, float | None]:
-        """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer); starts over."""
-        waited, sent, seconds = self.waited, self.sent, self.seconds
-        self.waited, self.sent, self.seconds = 0.0, [], 0.0
-        if not seconds:
+    def per_step(self, step_seconds: float) -> tuple[float | None, float | None]:
+        """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer)."""
+        if not self.seconds:
             return None, None
-        return waited / seconds * step_seconds, covered(sent) / seconds * step_seconds
+        return self.waited / self.seconds * step_seconds, covered(self.sent) / self.seconds * step_seconds
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         self.sent.append((issued, finished))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, TextIO
 
-from typer import Argument, Exit, Option
+from typer import Argument, Option
 
 from offbeat.cli.app import Json, app
-from offbeat.cli.show import print_json, say_ended, stdout_to_stderr
+from offbeat.cli.show import exit_if_failed, print_json, stdout_to_stderr
 from offbeat.errors import OffbeatError
 from offbeat.launch import TIMED_OUT, Job, RankProcess, exit_code, first_failure
 
@@ -37,11 +37,9 @@ def emulate(
     with stdout_to_stderr(as_json):
         emulation = Emulation(link_rates(bandwidth, hosts), bandwidth, ranks_per_host=ranks_per_host)
         code = run_shown(emulation, script, timeout)
-    if code:
-        say_ended(code, timeout)
     if as_json:
         print_json({"hosts": hosts, "ranks": hosts * ranks_per_host, "exit_code": code})
-    raise Exit(code)
+    exit_if_failed(code, timeout)
 
 
 def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | None) -> int:

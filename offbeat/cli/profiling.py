@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Argument, Option
 
 from offbeat import units
 from offbeat.cli.app import Json, Ranks, Timeout, Trace, app
-from offbeat.cli.show import print_facts, print_json, progress, require_folder, say, say_ended, stdout_to_stderr
+from offbeat.cli.show import exit_if_failed, print_facts, print_json, progress, require_folder, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 
@@ -45,9 +45,7 @@ def profile(
     options = [str(output), str(steps), str(plain_steps), str(int(run_on))]
     with stdout_to_stderr(as_json):
         code = run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
-    if code:
-        say_ended(code, timeout)
-        raise Exit(code)
+    exit_if_failed(code, timeout)
     print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
 
 

@@ -5,12 +5,12 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Argument, Option
 
 from offbeat.cli.app import Json, Ranks, SavedStrategy, Scale, Timeout, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model, read_strategy
-from offbeat.cli.show import print_json, progress, say_ended, stdout_to_stderr
+from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 
@@ -71,9 +71,7 @@ def run(
             if as_json:
                 facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "exit_code": code}
                 print_json(facts | {"distributed": called.exists()})
-            if code:
-                say_ended(code, timeout)
-                raise Exit(code)
+            exit_if_failed(code, timeout)
         if not called.exists():
             raise OffbeatError(
                 f"{script[0]}: it ended without a call of offbeat.distribute, so the strategy {strategy!r} was not used"

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from pathlib import Path
 from typing import Any
 
+from typer import Exit
+
 from offbeat import units
 from offbeat.errors import OffbeatError
 from offbeat.launch import TIMED_OUT
@@ -21,9 +23,11 @@ def say(sentence: str) -> None:
     print(f"offbeat: {' '.join(sentence.split())}", file=sys.stderr)
 
 
-def say_ended(code: int, timeout: float | None) -> None:
-    """Says how a job failed."""
-    say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+def exit_if_failed(code: int, timeout: float | None) -> None:
+    """Says how a job failed, and exits with its code."""
+    if code:
+        say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+        raise Exit(code)
 
 
 def require_folder(output: Path, what: str) -> None:

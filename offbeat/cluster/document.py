@@ -4,6 +4,7 @@ Equal nodes are merged into one with `count`, and a number gets a unit wherever 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count, takewhile
 from operator import eq
@@ -44,12 +45,11 @@ def parse_file(path: str | PathLike[str]) -> Any:
         return files.parse_yaml(content, str(path), WHAT)
     try:
         return files.parse_json(content, str(path), WHAT)
-    except OffbeatError as error:
+    except OffbeatError:
         # YAML may also open with a brace; if it is neither, it was most likely meant as JSON.
-        try:
+        with suppress(OffbeatError):
             return files.parse_yaml(content, str(path), WHAT)
-        except OffbeatError:
-            raise error from None
+        raise
 
 
 def render_yaml(cluster: "ClusterSpec") -> str:

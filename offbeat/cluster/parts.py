@@ -213,11 +213,11 @@ class CollectiveTable(_Part):
         return seconds
 
     def renumbered(self, new_ranks: Mapping[int, int]) -> "CollectiveTable":
-        """The same measurements for ranks that are now called otherwise."""
+        """The same measurements with the ranks renumbered."""
         return self.model_copy(update={"groups": tuple(tuple(new_ranks[rank] for rank in g) for g in self.groups)})
 
     def scaled(self, bandwidth: float, latency: float) -> "CollectiveTable":
-        """With so many times the bandwidth and the latency: the smallest size's time counts as latency."""
+        """The table with bandwidth and latency multiplied; the smallest size's time counts as latency."""
         first = self.seconds[0]
         seconds = tuple(first * latency + (taken - first) / bandwidth for taken in self.seconds)
         return self.model_copy(update={"seconds": seconds})

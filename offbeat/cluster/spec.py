@@ -168,11 +168,19 @@ class ClusterSpec(BaseModel):
         return self._table_of.get((collective, canonical_groups(groups)))
 
     def subset(self, ranks: int | Sequence[int]) -> "ClusterSpec":
-        """The cluster of these ranks, or of the first so many; they are numbered anew, node by node.
+        """The cluster of these ranks, or of the first `ranks` ones; they are renumbered node by node.
 
         Links between the nodes that remain are kept, and so are tables that measure only remaining ranks.
         """
-        kept = _checked_subset(self, ranks)
+        if isinstance(ranks, int):
+            if isinstance(ranks, bool) or not 1 <= ranks <= self.world_size:
+                raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {self.world_size}")
+            ranks = range(ranks)
+        kept = sorted(set(ranks))
+        if not kept or len(kept) != len(ranks):
+            raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
+        for end in (kept[0], kept[-1]):
+            self.node_of(end)
         if len(kept) == self.world_size:
             return self
         devices = Counter(self.node_of_rank[rank] for rank in kept)
@@ -192,7 +200,7 @@ class ClusterSpec(BaseModel):
         return self.model_copy(update=changes)
 
     def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "ClusterSpec":
-        """The same with so many times the bandwidth and the latency of every link, inside nodes as well.
+        """The cluster with the bandwidth and the latency of every link multiplied, inside nodes as well.
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
         """
@@ -317,19 +325,6 @@ class ClusterSpec(BaseModel):
     def _check_node(self, node_index: int) -> None:
         if not 0 <= node_index < len(self.nodes):
             raise OffbeatError(f"node {node_index} is outside the cluster, whose nodes are 0 to {len(self.nodes) - 1}")
-
-
-def _checked_subset(cluster: ClusterSpec, ranks: int | Sequence[int]) -> Sequence[int]:
-    if isinstance(ranks, int):
-        if isinstance(ranks, bool) or not 1 <= ranks <= cluster.world_size:
-            raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {cluster.world_size}")
-        return range(ranks)
-    kept = sorted(set(ranks))
-    if not kept or len(kept) != len(ranks):
-        raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
-    cluster.node_of(kept[0])
-    cluster.node_of(kept[-1])
-    return kept
 
 
 def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -67,8 +67,7 @@ def what_would_help(recording: Profile | Timeline, diagnosis: Diagnosis) -> What
     """Replays the recording as it was, then with each change; what cannot be replayed is told in `notes`."""
     if isinstance(recording, Profile) and plan_known(recording):
         return _of_plan(recording)
-    timeline = recording.timeline if isinstance(recording, Profile) else recording
-    return _of_trace(timeline, diagnosis)
+    return _of_trace(recording.timeline if isinstance(recording, Profile) else recording, diagnosis)
 
 
 def _of_plan(profile: Profile) -> WhatIfs:

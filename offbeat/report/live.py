@@ -8,6 +8,7 @@ requested separately: memory, the other strategies one by one, and the search fo
 import base64
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +36,7 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
 from offbeat.strategy.model import SERVERS
 from offbeat.timeline import KINDS, Timeline
-from offbeat.timeline.diagnosis import Diagnosis, RankTime, diagnose, short_name
+from offbeat.timeline.diagnosis import RankTime, diagnose, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
@@ -156,6 +157,8 @@ class Session:
         timeline = self._timeline(state)
         diagnosis = diagnose(timeline)
         seconds = timeline.iteration_time
+        bounds = ("compute_seconds", "network_seconds")
+        longest = {bound: max(getattr(rank, bound) for rank in diagnosis.ranks) for bound in bounds}
         return {
             "words": ", ".join(map(str, state.changes())) or f"as {'captured' if self.captured else 'recorded'}",
             "step_seconds": seconds,
@@ -164,7 +167,7 @@ class Session:
             "mean": parts_of(diagnosis),
             "hidden_seconds": diagnosis.mean("overlap_seconds"),
             "ranks": _rank_rows(diagnosis.ranks),
-            "bound": _bound(diagnosis),
+            "bound": None if diagnosis.ideal_seconds is None else {"seconds": diagnosis.ideal_seconds, **longest},
             "straggler": None if diagnosis.straggler is None else diagnosis.straggler.rank,
             "blame": [
                 {"name": short_name(blame.name)[:200], "seconds": blame.exposed_seconds, "bytes": blame.bytes}
@@ -185,10 +188,9 @@ class Session:
         rows = []
         for ranks in find_roles(plan, {}).ranks:
             estimate = peak_memory(plan, ranks[0])
-            parts = {part: getattr(estimate, part) for part in _MEMORY_PARTS}
             limit = plan.cluster.device_of(ranks[0]).memory
-            row = {"label": name_ranks(ranks), "bytes": parts, "total_bytes": estimate.total, "limit_bytes": limit}
-            rows.append(row)
+            row = {"label": name_ranks(ranks), "total_bytes": estimate.total, "limit_bytes": limit}
+            rows.append(row | {"bytes": {part: getattr(estimate, part) for part in _MEMORY_PARTS}})
         known = any(operator.activation_bytes for operator in plan.graph.operators)
         return {"rows": rows, "why": "" if known else "without activations, which a recording does not tell"}
 
@@ -239,8 +241,12 @@ class Session:
     def _worker_choices(self) -> list[int]:
         if self.profile is None:
             return [self.world]
+        choices = []
         wanted = {2**power for power in range(MOST_WORKERS.bit_length())} | {3, 6, 12, 24, 48, 96, self.world}
-        return [count for count in sorted(wanted) if _possible(self.profile.cluster, count)]
+        for count in sorted(wanted):
+            with suppress(OffbeatError):
+                choices.append(with_workers(self.profile.cluster, count).world_size)
+        return choices
 
     def _served(self, name: str) -> int:
         """Parts that a strategy puts on servers: the more, the longer its replay takes."""
@@ -313,25 +319,8 @@ def _last_steps(timeline: Timeline) -> Timeline:
     return replace(part, notes=(*timeline.notes, note))
 
 
-def _possible(cluster: ClusterSpec, workers: int) -> bool:
-    try:
-        with_workers(cluster, workers)
-    except OffbeatError:
-        return False
-    return True
-
-
 def _parts_on_servers(strategy: Strategy) -> int:
     return sum(shard.synchronizer in SERVERS for config in strategy.variables.values() for shard in config.shards)
-
-
-def _bound(diagnosis: Diagnosis) -> dict[str, float] | None:
-    """A lower bound of the step: the longest compute of any rank and the longest traffic of any link."""
-    if diagnosis.ideal_seconds is None:
-        return None
-    compute = max(rank.compute_seconds for rank in diagnosis.ranks)
-    network = max(rank.network_seconds for rank in diagnosis.ranks)
-    return {"seconds": max(compute, network), "compute_seconds": compute, "network_seconds": network}
 
 
 def _rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:

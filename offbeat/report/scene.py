@@ -39,7 +39,6 @@ _MOST_TICKS = 2**31
 """A trace longer than two seconds has coarser ticks than nanoseconds, so that every time fits in 32 bits."""
 
 Ints = NDArray[np.int64]
-Ticks = Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +68,16 @@ class Scene:
     """When each step begins on the first rank and ends on the last, in seconds."""
     source: str
     row: Ints
-    start: Ticks
-    end: Ticks
-    busy: Ticks
+    start: Ints
+    end: Ints
+    busy: Ints
     """Ticks in which a span runs; less than its length where it stands for several."""
     count: Ints
     """Spans of the timeline that each stands for."""
     kind: NDArray[np.int8]
     name: Ints
     bytes: Ints
-    queue: Ticks
+    queue: Ints
     """One more than the ticks between being ready and starting; 0 where unknown."""
     critical: Ints
     """A line (step, row, start, end) for each span of the critical paths, those of one step in time order."""
@@ -148,7 +147,7 @@ def _rank_places(timeline: Timeline, nodes: Mapping[int, str]) -> Ints:
     return np.argsort(np.lexsort((ranks, np.array([first[node] for node in node_of], "i8"))))[number]
 
 
-def _in_lanes(place: Ints, track: NDArray[np.int32], start: Ticks, end: Ticks) -> tuple[Ints, Ints]:
+def _in_lanes(place: Ints, track: NDArray[np.int32], start: Ints, end: Ints) -> tuple[Ints, Ints]:
     """Order of the spans by place, track, lane and start; and the lane of each, in that order."""
     tracks = int(track.max(initial=0)) + 1
     queue = place * tracks + track
@@ -183,8 +182,6 @@ def _free_lanes(start: list[int], end: list[int]) -> list[int]:
 
 def _rows(timeline: Timeline, nodes: Mapping[int, str], order: Ints, lane: Ints) -> tuple[Ints, tuple[Row, ...]]:
     """Row of each span in `order`, and the rows from top to bottom."""
-    if not len(order):
-        return np.empty(0, "i8"), ()
     rank, track = timeline.rank[order], timeline.track[order]
     new = np.ones(len(order), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (track[1:] != track[:-1]) | (lane[1:] != lane[:-1])
@@ -198,12 +195,8 @@ def _rows(timeline: Timeline, nodes: Mapping[int, str], order: Ints, lane: Ints)
 
 
 def pack_timeline(timeline: Timeline, nodes: Mapping[int, str] | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """The timeline as the page draws it; `nodes` groups ranks by node."""
-    return pack_scene(make_scene(timeline, nodes), most_bytes)
-
-
-def pack_scene(scene: Scene, most_bytes: int = MOST_BYTES) -> bytes:
-    """At most `most_bytes` long, by merging short neighbours where needed."""
+    """The timeline as the page draws it, in at most `most_bytes`: short neighbours are merged where needed."""
+    scene = make_scene(timeline, nodes)
     total, limit = len(scene), MOST_SPANS
     while True:
         if len(scene) > limit:
@@ -229,12 +222,10 @@ def levels(scene: Scene) -> list[tuple[int, Ints]]:
 
 def _first_of(row: Ints, start: Ints, end: Ints, resolution: int) -> Ints:
     """Positions at which runs of short spans in the same row and cell begin."""
-    if not len(start):
-        return np.empty(0, "i8")
     short = end - start < resolution
     cell = start // resolution
     joins = short[1:] & short[:-1] & (cell[1:] == cell[:-1]) & (row[1:] == row[:-1])
-    return np.flatnonzero(np.append(True, ~joins))
+    return np.flatnonzero(np.append(True, ~joins)[: len(start)])
 
 
 def _merged(scene: Scene, limit: int) -> Scene:

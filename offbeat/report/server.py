@@ -40,13 +40,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-ASSETS = {
-    "/style.css": "text/css",
-    "/live.css": "text/css",
-    "/charts.js": "text/javascript",
-    "/timeline.js": "text/javascript",
-    "/live.js": "text/javascript",
-}
+ASSETS = dict.fromkeys(("/style.css", "/live.css"), "text/css")
+ASSETS |= dict.fromkeys(("/charts.js", "/timeline.js", "/live.js"), "text/javascript")
 _TOKEN_PLACE = "@TOKEN@"
 _CHECKED = ("Host", "Origin", "Sec-Fetch-Site", "Sec-Fetch-Mode", "Sec-Fetch-Dest")
 _CANNOT_LISTEN = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ class Steps:
 
     def positions(self, first: int, last: int) -> NDArray[np.int64]:
         """Positions of the spans under way from the beginning of step `first` to the end of step `last`, in order."""
-        return np.sort(self.by_start[self._range(first, last)])
+        return np.sort(self._under_way(first, last))
 
     def part(self, first: int, last: int) -> Timeline | None:
         """A timeline of these steps alone; None if a rank has no span in them, so that its marks cannot be told."""
@@ -43,18 +44,15 @@ class Steps:
 
     def last(self, most_spans: int) -> Timeline | None:
         """A timeline of as many last steps as have at most `most_spans` spans; None if the last alone has more."""
-        first = last = len(self) - 1
-        while first >= 0:
-            chosen = self._range(first, last)
-            if chosen.stop - chosen.start > most_spans:
-                break
-            first -= 1
-        return None if first == last else self.part(first + 1, last)
+        last = len(self) - 1
+        fitting = takewhile(lambda first: len(self._under_way(first, last)) <= most_spans, range(last, -1, -1))
+        first = min(fitting, default=None)
+        return None if first is None else self.part(first, last)
 
-    def _range(self, first: int, last: int) -> slice:
-        """Range in order of start; it may include spans that end before the step begins but follow a longer one."""
-        low = int(np.searchsorted(self.reach, self.bounds[first][0], side="right"))
-        return slice(low, max(low, int(np.searchsorted(self.starts, self.bounds[last][1], side="left"))))
+    def _under_way(self, first: int, last: int) -> NDArray[np.int64]:
+        """Positions in order of start; they may include spans that end before `first` but follow a longer one."""
+        low = np.searchsorted(self.reach, self.bounds[first][0], side="right")
+        return self.by_start[low : np.searchsorted(self.starts, self.bounds[last][1], side="left")]
 
 
 def step_windows(timeline: Timeline) -> list[tuple[float, float]]:
@@ -87,13 +85,10 @@ def rank_parts(rank: RankTime) -> dict[str, float]:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs[:3])
-    left = sum(last - first + 1 for first, last in runs[3:])
-    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'' if alone else 's'} {shown}" + (f" and {left} more" if left else "")
+    ordered = sorted(ranks)
+    # Consecutive ranks are equally far from their places.
+    groups = groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
+    runs = [[rank for _, rank in run] for _, run in groups]
+    shown = ", ".join("–".join(map(str, sorted({run[0], run[-1]}))) for run in runs[:3])
+    left = sum(map(len, runs[3:]))
+    return f"rank{'' if len(ordered) == 1 else 's'} {shown}" + (f" and {left} more" if left else "")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offbeat import files
-from offbeat.errors import StrategyError
+from offbeat.errors import OffbeatError, StrategyError
 from offbeat.units import quote
 
 FORMAT: Final = 1
@@ -275,11 +275,10 @@ class Strategy(_Frozen):
     @classmethod
     def from_json(cls, content: bytes | str, origin: str = "strategy") -> "Strategy":
         """Validates everything; the error names `origin`, the field and the value."""
-        files.check_values(content, origin, "strategy")
         try:
-            data = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise StrategyError(f"{origin}: not a strategy: it is not valid JSON ({files.one_line(error)})") from None
+            data = files.parse_json(content, origin, "strategy", finite=False)
+        except OffbeatError as error:
+            raise StrategyError(str(error)) from None
         if isinstance(data, dict) and data.get("format") not in (FORMAT, None):
             given = quote(data["format"])
             raise StrategyError(f"{origin}: format: {given} is not a format this Offbeat reads ({FORMAT})")

@@ -21,28 +21,15 @@ if TYPE_CHECKING:
     from offbeat.graph.model import ModelGraph
     from offbeat.zoo.blocks import Built
 
-# Each model's function has its name, in this module. Strings, so that listing the names does not import torch.
-_MODULES = {
-    "vgg16": "convolutional",
-    "resnet50": "convolutional",
-    "resnet101": "convolutional",
-    "inception_v3": "inception",
-    "densenet121": "convolutional",
-    "wide_resnet": "convolutional",
-    "transformer": "transformers",
-    "seq2seq": "recurrent",
-    "ncf_dense": "dense",
-    "ncf_sparse": "dense",
-    "lm1b": "recurrent",
-    "bert_3l": "transformers",
-    "bert_6l": "transformers",
-    "bert_base": "transformers",
-    "bert_large": "transformers",
-    "gpt2": "transformers",
-    "gpt2_medium": "transformers",
-    "gpt2_xl": "transformers",
-    "mlp": "dense",
+# The models by module, where each one's function has its name. Strings, so that listing them does not import torch.
+_FAMILIES = {
+    "convolutional": ("vgg16", "resnet50", "resnet101", "wide_resnet", "densenet121"),
+    "inception": ("inception_v3",),
+    "transformers": ("transformer", "bert_3l", "bert_6l", "bert_base", "bert_large", "gpt2", "gpt2_medium", "gpt2_xl"),
+    "recurrent": ("seq2seq", "lm1b"),
+    "dense": ("ncf_dense", "ncf_sparse", "mlp"),
 }
+_MODULES = {name: module for module, names in _FAMILIES.items() for name in names}
 
 
 def _is_number(value: Any, kind: type = Real) -> bool:

@@ -106,18 +106,19 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-def resnet50(scale: float, batch: int | None) -> Built:
-    """25,557,032 parameters in 161 tensors; 224×224 images, batch 32.
-
-    The 161 are 53 convolutions, 53 batch norms with two tensors each, and the dense layer's two. PACE's table II counts
-    157 for MXNet's model, which fixes the scale of some batch norms.
-    """
-    return _resnet((3, 4, 6, 3), scale, batch)
+def _resnet(repeats: tuple[int, ...], widen: float, scale: float, batch: int | None) -> Built:
+    # 64 pixels end as 2×2, so that batch norm sees more than one value even for a single sample.
+    return ResNet(repeats, scale, widen), labelled_images(scale, batch, length(224, scale, least=64))
 
 
-def resnet101(scale: float, batch: int | None) -> Built:
-    """44,549,160 parameters in 314 tensors; 224×224 images, batch 32."""
-    return _resnet((3, 4, 23, 3), scale, batch)
+# 224×224 images, batch 32.
+resnet50 = partial(_resnet, (3, 4, 6, 3), 1.0)
+"""25,557,032 parameters in 161 tensors: 53 convolutions, two of each of 53 batch norms, and the dense layer's two.
+
+PACE's table II counts 157 for MXNet's model, which fixes the scale of some batch norms.
+"""
+resnet101 = partial(_resnet, (3, 4, 23, 3), 1.0)
+"""44,549,160 parameters in 314 tensors."""
 
 
 def wide_resnet(scale: float, batch: int | None, *, width: float = 2.0) -> Built:
@@ -126,12 +127,7 @@ def wide_resnet(scale: float, batch: int | None, *, width: float = 2.0) -> Built
     `width` widens the 3×3 convolutions: 1 is ResNet-50, and 12.25 gives 1.82 billion parameters, the 7.3 GB of
     TensorOpt's table 1 (its batch is 256).
     """
-    return _resnet((3, 4, 6, 3), scale, batch, width)
-
-
-def _resnet(repeats: tuple[int, ...], scale: float, batch: int | None, widen: float = 1.0) -> Built:
-    # 64 pixels end as 2×2, so that batch norm sees more than one value even for a single sample.
-    return ResNet(repeats, scale, widen), labelled_images(scale, batch, length(224, scale, least=64))
+    return _resnet((3, 4, 6, 3), width, scale, batch)
 
 
 BOTTLENECK = 4

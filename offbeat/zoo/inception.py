@@ -1,5 +1,6 @@
 """Inception v3 (Szegedy et al. 2016) without its auxiliary head: parallel branches of unequal cost."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,19 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.zoo.blocks import Built, classes, depth, labelled_images, length, width
-
-
-class Unit(nn.Sequential):
-    """Convolution, batch norm, ReLU."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, same: bool = True):
-        tall, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-        padding = (tall // 2, wide // 2) if same else (0, 0)
-        super().__init__(
-            nn.Conv2d(inputs, outputs, (tall, wide), stride, padding, bias=False),
-            nn.BatchNorm2d(outputs, eps=1e-3),
-            nn.ReLU(),
-        )
 
 
 class Branches(nn.Module):
@@ -44,36 +32,40 @@ class Blocks:
         self.scale = scale
         self.channels = 3
 
-    def unit(self, outputs: int, kernel: int, stride: int = 1, same: bool = False) -> nn.Module:
+    def unit(self, outputs: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = False) -> nn.Module:
+        """Convolution, batch norm and ReLU; padded where the image keeps its size (`same`)."""
+        tall, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+        padding = (tall // 2, wide // 2) if same else (0, 0)
         inputs, self.channels = self.channels, width(outputs, self.scale)
-        return Unit(inputs, self.channels, kernel, stride, same)
+        convolution = nn.Conv2d(inputs, self.channels, (tall, wide), stride, padding, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(self.channels, eps=1e-3), nn.ReLU())
 
     def block(self, *branches: list[Any], pool: int | None = None) -> nn.Module:
         """The branches and a pooling: an average that is projected to `pool` channels, or one that halves the image."""
-        inputs, made = self.channels, []
-        pooled = inputs if pool is None else width(pool, self.scale)
-        self.channels = pooled
-        for branch in branches:
-            layers, size = self._chain(inputs, branch)
-            made.append(layers[0] if len(layers) == 1 else nn.Sequential(*layers))
-            self.channels += size
+        inputs, made = self.channels, self._beside(branches)
+        joined, self.channels = self.channels, inputs
         if pool is None:
-            return Branches(*made, nn.MaxPool2d(3, stride=2))
-        return Branches(*made, nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), Unit(inputs, pooled, 1)))
+            made.append(nn.MaxPool2d(3, stride=2))
+        else:
+            made.append(nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), self.unit(pool, 1, same=True)))
+        self.channels += joined
+        return Branches(*made)
 
-    def _chain(self, size: int, branch: list[Any]) -> tuple[list[nn.Module], int]:
-        """The layers of a branch and the channels that it ends with."""
-        layers: list[nn.Module] = []
-        for step in branch:
-            if isinstance(step[0], tuple):
-                ends = [self._chain(size, [each]) for each in step]
-                layers.append(Branches(*[end[0] for end, _ in ends]))
-                size = sum(channels for _, channels in ends)
-            else:
-                outputs, kernel, stride = (*step, 1)[:3]
-                layers.append(Unit(size, width(outputs, self.scale), kernel, stride, same=stride == 1))
-                size = width(outputs, self.scale)
-        return layers, size
+    def _beside(self, branches: Iterable[list[Any]]) -> list[nn.Module]:
+        """Branches that read the same input; their channels add up."""
+        inputs, made, joined = self.channels, [], 0
+        for branch in branches:
+            self.channels = inputs
+            layers = [
+                Branches(*self._beside([each] for each in step))
+                if isinstance(step[0], tuple)
+                else self.unit(*step, same=len(step) == 2)
+                for step in branch
+            ]
+            made.append(layers[0] if len(layers) == 1 else nn.Sequential(*layers))
+            joined += self.channels
+        self.channels = joined
+        return made
 
 
 class Inception(nn.Module):

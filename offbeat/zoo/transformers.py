@@ -225,32 +225,24 @@ class Attention(nn.Module):
         return self.merge(attend(query, key, value, self.heads, dropout=self.dropout, **masked))
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+class Layer(nn.Module):
+    """Self-attention and feed-forward; a decoder's layer, whose self-attention is causal, reads the source between."""
 
-    def __init__(self, size: int, head_count: int, inner: int, dropout: float) -> None:
+    def __init__(self, size: int, head_count: int, inner: int, dropout: float, decodes: bool) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(size), Attention(size, head_count, dropout)
-        self.norm2, self.feed_forward = nn.LayerNorm(size), FeedForward(size, inner, dropout)
+        self.norm2 = nn.LayerNorm(size)
+        if decodes:
+            self.source_attention = Attention(size, head_count, dropout, cross=True)
+            self.norm3 = nn.LayerNorm(size)
+        self.feed_forward = FeedForward(size, inner, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
-
-
-class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the source, then feed-forward."""
-
-    def __init__(self, size: int, head_count: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(size), Attention(size, head_count, dropout)
-        self.norm2, self.source_attention = nn.LayerNorm(size), Attention(size, head_count, dropout, cross=True)
-        self.norm3, self.feed_forward = nn.LayerNorm(size), FeedForward(size, inner, dropout)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), causal=True))
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
+        own = {"mask": mask} if memory is None else {"causal": True}
+        x = x + self.dropout(self.attention(self.norm1(x), **own))
+        if memory is None:
+            return x + self.dropout(self.feed_forward(self.norm2(x)))
         x = x + self.dropout(self.source_attention(self.norm2(x), memory, mask=mask))
         return x + self.dropout(self.feed_forward(self.norm3(x)))
 
@@ -265,9 +257,9 @@ class Transformer(nn.Module):
         self.scale = math.sqrt(size)
         self.source_embedding = nn.Embedding(vocabulary, size)
         self.target_embedding = self.source_embedding if shared_embeddings else nn.Embedding(vocabulary, size)
-        self.encoder = nn.ModuleList(EncoderLayer(size, head_count, inner, dropout) for _ in range(layers))
+        self.encoder = nn.ModuleList(Layer(size, head_count, inner, dropout, False) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(size)
-        self.decoder = nn.ModuleList(DecoderLayer(size, head_count, inner, dropout) for _ in range(layers))
+        self.decoder = nn.ModuleList(Layer(size, head_count, inner, dropout, True) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(size)
         self.output = nn.Linear(size, vocabulary, bias=not shared_embeddings)
         self.dropout = nn.Dropout(dropout)
@@ -288,7 +280,7 @@ class Transformer(nn.Module):
         memory = self.encoder_norm(memory)
         x = self._embed(self.target_embedding, target)
         for decoder_layer in self.decoder:
-            x = decoder_layer(x, memory, mask)
+            x = decoder_layer(x, mask, memory)
         logits = self.output(self.decoder_norm(x))
         return F.cross_entropy(logits.flatten(0, 1), next_target.flatten(), ignore_index=PADDING, label_smoothing=0.1)
 

@@ -26,7 +26,7 @@ from offbeat.profile.measure import Profile, load_profile
 from offbeat.profile.whatif import what_if
 from offbeat.report import advice as advice_module
 from offbeat.report import make_report, render, write_report
-from offbeat.report.scene import MOST_LANES, critical_by_step, levels, make_scene, pack_scene, pack_timeline
+from offbeat.report.scene import MOST_LANES, critical_by_step, levels, make_scene, pack_timeline
 from offbeat.search.frontier.model import Frontier, FrontierPoint
 from offbeat.simulate import simulate
 from offbeat.strategy import build_strategy
@@ -203,7 +203,7 @@ def test_a_million_random_spans_stay_below_the_limit() -> None:
         bytes=random.integers(0, 2**24, count),
         task=np.full(count, -1, "i4"),
     )
-    packed = pack_scene(make_scene(replace(timeline, critical=np.arange(1000))))
+    packed = pack_timeline(replace(timeline, critical=np.arange(1000)))
     assert len(packed) * 4 / 3 < 17.5e6
     header, columns = unpack(packed)
     assert columns["count"].sum() == count

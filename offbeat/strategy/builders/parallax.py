@@ -12,10 +12,8 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, chunk: int = 64, servers: 
     Dense gradients are all-reduced, every `chunk` adjacent ones together; a sparse variable is spread by rows over
     all servers ('nodes' or 'ranks'), so that each server receives only the rows it owns.
     """
-    configs = fused(graph, chunks(graph, count_option("chunk", chunk)))
+    dense = fused(graph, chunks(graph, count_option("chunk", chunk)))
     ranks = server_ranks(cluster, servers)
     loads = ServerLoads(ranks)
-    for variable in trained(graph):
-        if variable.sparse:
-            configs[variable.name] = loads.place(variable, min(len(ranks), rows(variable)))
-    return Strategy(variables=configs)
+    sparse = (variable for variable in trained(graph) if variable.sparse)
+    return Strategy(variables=dense | {each.name: loads.place(each, min(len(ranks), rows(each))) for each in sparse})
