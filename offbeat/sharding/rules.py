@@ -5,7 +5,6 @@ TensorOpt (section 2.1) leaves its rules out; these are derived from what the op
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,32 +55,26 @@ def pointwise(call: Call) -> list[Axis]:
     return broadcast_axes(call, shape, lambda axis: (axis,) * len(call.outputs))
 
 
-@rule("mm", "bmm")
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "addmm"), ("ij", "jk", "ik")),
+    **dict.fromkeys(("bmm", "baddbmm"), ("bij", "bjk", "bik")),
+    "mv": ("ij", "j", "i"),
+}
+"""The axes of both factors and of the result, as einsum names them."""
+
+
+@rule(*_PRODUCTS)
 def product(call: Call) -> list[Axis]:
-    left, right = call.inputs[-2:]
-    stacked = left.dim() - 2
-    return [
-        *([Axis((0, 0), (0,), left.shape[0])] if stacked else []),
-        Axis((stacked, WHOLE), (stacked,), left.shape[-2]),
-        Axis((WHOLE, stacked + 1), (stacked + 1,), right.shape[-1]),
-        Axis((stacked + 1, stacked), (SUM,), left.shape[-1]),
-    ]
-
-
-@rule("addmm", "baddbmm")
-def product_and_sum(call: Call) -> list[Axis]:
-    added, left, _ = call.inputs
-
-    def split_of_added(out: int) -> int:
-        return ONCE if out == SUM else aligned(added.shape, out, left.dim())
-
-    return [replace(axis, inputs=(split_of_added(axis.outputs[0]), *axis.inputs)) for axis in product(call)]
-
-
-@rule("mv")
-def matrix_times_vector(call: Call) -> list[Axis]:
-    rows, columns = call.inputs[0].shape
-    return [Axis((0, WHOLE), (0,), rows), Axis((1, 0), (SUM,), columns)]
+    """The axes of the result and, as a sum, the one that only the factors have. A term may be added to the product."""
+    *added, first, second = call.inputs
+    left, right, out = _PRODUCTS[call.name]
+    lengths = dict(zip(left + right, (*first.shape, *second.shape), strict=True))
+    axes = []
+    for name in dict.fromkeys(out + left):
+        made = out.find(name) if name in out else SUM
+        terms = (ONCE if made == SUM else aligned(term.shape, made, len(out)) for term in added)
+        axes.append(Axis((*terms, left.find(name), right.find(name)), (made,), lengths[name]))
+    return axes
 
 
 @rule("convolution")
