@@ -23,25 +23,23 @@ two objectives). Replacing k by k' then never makes a strategy worse, so no poin
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.compiled import compiled
-from offbeat.search.frontier.algebra import Combiner, Floats, frontier_reduce, table_of
+from offbeat.search.frontier.algebra import Combiner, Floats, Table, frontier_reduce, table_of
 from offbeat.search.frontier.eliminate import Elimination
 
 WEIGHTS = (0.5, 0.0, 0.2, 0.8, 1.0)
 """Shares of memory in the decisions of heuristic elimination, one run each."""
 _DROPPING_ROUNDS = 4
 Edges = Mapping[tuple[int, int], Floats]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +60,13 @@ def track(ops: Sequence[Floats], edges: Edges, *, cap: int = 256, threads: int |
     does not change the result."""
     workers = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     useful = useful_configurations(ops, edges)
-    interned = _remembered(table_of)
+    known: dict[object, Table] = {}
+
+    def interned(costs: Floats) -> Table:
+        """One table for all costs that are equal."""
+        key = costs.shape, blake2b(np.ascontiguousarray(costs).data).digest()
+        return known.get(key) or known.setdefault(key, table_of(costs))
+
     op_tables = [interned(costs[kept]) for costs, kept in zip(ops, useful, strict=True)]
     edge_tables = {(i, j): interned(costs[np.ix_(useful[i], useful[j])]) for (i, j), costs in edges.items()}
     found: list[NDArray[np.int64]] = []
@@ -92,20 +96,6 @@ def total_costs(ops: Sequence[Floats], edges: Edges, choices: NDArray[np.int64])
     return total
 
 
-def _remembered(function: Callable[[Floats], T]) -> Callable[[Floats], T]:
-    """The function, called once for all costs that are equal."""
-    known: dict[object, T] = {}
-
-    def call(costs: Floats) -> T:
-        dense = np.ascontiguousarray(costs)
-        key = costs.shape, blake2b(dense.data).digest()
-        if key not in known:
-            known[key] = function(dense)
-        return known[key]
-
-    return call
-
-
 def useful_configurations(ops: Sequence[Floats], edges: Edges) -> list[NDArray[np.int64]]:
     """Indices of the configurations to keep, for each operator."""
     kept = [np.arange(len(costs)) for costs in ops]
@@ -116,13 +106,12 @@ def useful_configurations(ops: Sequence[Floats], edges: Edges) -> list[NDArray[n
     pending = set(range(len(ops)))
     for _ in range(_DROPPING_ROUNDS):
         touched: set[int] = set()
-        least_gap = _remembered(_least_gap)
         for node in sorted(pending):
             own = ops[node][kept[node]]
             gap = own[:, None, :] - own[None, :, :]
             for i, j in incident[node] if len(own) > 1 else ():
                 edge = edges[i, j][np.ix_(kept[i], kept[j])]
-                gap = gap + least_gap(edge if i == node else edge.transpose(1, 0, 2))
+                gap = gap + _least_gap(np.ascontiguousarray(edge if i == node else edge.transpose(1, 0, 2)))
             replaceable = (gap[:, :, 0] >= 0.0) & (gap[:, :, 1] >= 0.0)
             np.fill_diagonal(replaceable, False)
             alive = np.ones(len(own), bool)
