@@ -34,9 +34,8 @@ def has_rule(call: Call) -> bool:
 
 def is_random(call: Call) -> bool:
     """Whether the result depends on the random generator."""
-    if torch.Tag.nondeterministic_seeded not in call.target.tags:
-        return False
-    return not (kinds.kind_of(call.target) == "attention" and not call.argument("dropout_p"))
+    draws = torch.Tag.nondeterministic_seeded in call.target.tags
+    return draws and (kinds.kind_of(call.target) != "attention" or bool(call.argument("dropout_p")))
 
 
 def broadcast_axes(call: Call, shape: Sequence[int], outputs: Callable[[int], tuple[int, ...]]) -> list[Axis]:
@@ -97,11 +96,6 @@ def first_axes(call: Call, count: int) -> list[Axis]:
     data, *others = call.inputs
     whole = [WHOLE] * len(others)
     return [Axis((i, *whole), (i,) * len(call.outputs), length) for i, length in enumerate(data.shape[:count])]
-
-
-@rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(call: Call) -> list[Axis]:
-    return first_axes(call, call.inputs[0].dim() - len(call.argument("normalized_shape")))
 
 
 @rule("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
@@ -183,10 +177,11 @@ _SPATIAL_AXES = {
 }
 
 
-@rule(*_SPATIAL_AXES)
+@rule(*_SPATIAL_AXES, "native_layer_norm", "_fused_rms_norm")
 def leading_axes(call: Call) -> list[Axis]:
-    """Samples and channels of pooling and the like."""
-    return first_axes(call, call.inputs[0].dim() - _SPATIAL_AXES[call.name])
+    """Samples and channels of pooling and the like; the axes that a layer norm does not normalise."""
+    last = _SPATIAL_AXES.get(call.name) or len(call.argument("normalized_shape"))
+    return first_axes(call, call.inputs[0].dim() - last)
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
@@ -232,11 +227,10 @@ def reshaping(call: Call) -> list[Axis]:
     source, result = call.inputs[0].shape, call.outputs[0].shape
     if source.numel() != result.numel():
         return []
-    axes = []
-    for before, after in leading_pairs(source, result):
-        lengths = source[before], result[after]
-        axes.append(Axis((before,), (after,), lengths[0], () if lengths[0] == lengths[1] else lengths))
-    return axes
+    return [
+        Axis((i,), (j,), source[i], () if source[i] == result[j] else (source[i], result[j]))
+        for i, j in leading_pairs(source, result)
+    ]
 
 
 def leading_pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
