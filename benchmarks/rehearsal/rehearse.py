@@ -104,9 +104,9 @@ def rehearse(program: Program, model: nn.Module, strategy: Strategy, world: int,
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ranks = {name: parameter.dim() for name, parameter in trained.items()}
     layouts = variable_layouts(program.operators, strategy, grid.fine, ranks)
-    splitting = plan_splits(program, strategy, grid.fine, layouts, strict=True)
+    plan = plan_splits(program, strategy, grid.fine, layouts, strict=True)
     bare = replace(program, constants={node: value.to("meta") for node, value in program.constants.items()})
-    executor = Executor(bare, splitting, grid, nullcontext())
+    executor = Executor(bare, plan, grid, nullcontext())
     held = _constants(model, trained)
     batch = _batch(program)
     state = {

@@ -5,7 +5,6 @@ TensorOpt (section 2.1) leaves its rules out; these are derived from what the op
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,9 +34,8 @@ def has_rule(call: Call) -> bool:
 
 def is_random(call: Call) -> bool:
     """Whether the result depends on the random generator."""
-    if torch.Tag.nondeterministic_seeded not in call.target.tags:
-        return False
-    return not (kinds.kind_of(call.target) == "attention" and not call.argument("dropout_p"))
+    draws = torch.Tag.nondeterministic_seeded in call.target.tags
+    return draws and (kinds.kind_of(call.target) != "attention" or bool(call.argument("dropout_p")))
 
 
 def broadcast_axes(call: Call, shape: Sequence[int], outputs: Callable[[int], tuple[int, ...]]) -> list[Axis]:
@@ -56,32 +54,26 @@ def pointwise(call: Call) -> list[Axis]:
     return broadcast_axes(call, shape, lambda axis: (axis,) * len(call.outputs))
 
 
-@rule("mm", "bmm")
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "addmm"), ("ij", "jk", "ik")),
+    **dict.fromkeys(("bmm", "baddbmm"), ("bij", "bjk", "bik")),
+    "mv": ("ij", "j", "i"),
+}
+"""The axes of both factors and of the result, as einsum names them."""
+
+
+@rule(*_PRODUCTS)
 def product(call: Call) -> list[Axis]:
-    left, right = call.inputs[-2:]
-    stacked = left.dim() - 2
-    return [
-        *([Axis((0, 0), (0,), left.shape[0])] if stacked else []),
-        Axis((stacked, WHOLE), (stacked,), left.shape[-2]),
-        Axis((WHOLE, stacked + 1), (stacked + 1,), right.shape[-1]),
-        Axis((stacked + 1, stacked), (SUM,), left.shape[-1]),
-    ]
-
-
-@rule("addmm", "baddbmm")
-def product_and_sum(call: Call) -> list[Axis]:
-    added, left, _ = call.inputs
-
-    def split_of_added(out: int) -> int:
-        return ONCE if out == SUM else aligned(added.shape, out, left.dim())
-
-    return [replace(axis, inputs=(split_of_added(axis.outputs[0]), *axis.inputs)) for axis in product(call)]
-
-
-@rule("mv")
-def matrix_times_vector(call: Call) -> list[Axis]:
-    rows, columns = call.inputs[0].shape
-    return [Axis((0, WHOLE), (0,), rows), Axis((1, 0), (SUM,), columns)]
+    """The axes of the result and, as a sum, the one that only the factors have. A term may be added to the product."""
+    *added, first, second = call.inputs
+    left, right, out = _PRODUCTS[call.name]
+    lengths = dict(zip(left + right, (*first.shape, *second.shape), strict=True))
+    axes = []
+    for name in dict.fromkeys(out + left):
+        made = out.find(name) if name in out else SUM
+        terms = (ONCE if made == SUM else aligned(term.shape, made, len(out)) for term in added)
+        axes.append(Axis((*terms, left.find(name), right.find(name)), (made,), lengths[name]))
+    return axes
 
 
 @rule("convolution")
@@ -104,11 +96,6 @@ def first_axes(call: Call, count: int) -> list[Axis]:
     data, *others = call.inputs
     whole = [WHOLE] * len(others)
     return [Axis((i, *whole), (i,) * len(call.outputs), length) for i, length in enumerate(data.shape[:count])]
-
-
-@rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(call: Call) -> list[Axis]:
-    return first_axes(call, call.inputs[0].dim() - len(call.argument("normalized_shape")))
 
 
 @rule("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
@@ -190,10 +177,11 @@ _SPATIAL_AXES = {
 }
 
 
-@rule(*_SPATIAL_AXES)
+@rule(*_SPATIAL_AXES, "native_layer_norm", "_fused_rms_norm")
 def leading_axes(call: Call) -> list[Axis]:
-    """Samples and channels of pooling and the like."""
-    return first_axes(call, call.inputs[0].dim() - _SPATIAL_AXES[call.name])
+    """Samples and channels of pooling and the like; the axes that a layer norm does not normalise."""
+    last = _SPATIAL_AXES.get(call.name) or len(call.argument("normalized_shape"))
+    return first_axes(call, call.inputs[0].dim() - last)
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
@@ -239,11 +227,10 @@ def reshaping(call: Call) -> list[Axis]:
     source, result = call.inputs[0].shape, call.outputs[0].shape
     if source.numel() != result.numel():
         return []
-    axes = []
-    for before, after in leading_pairs(source, result):
-        lengths = source[before], result[after]
-        axes.append(Axis((before,), (after,), lengths[0], () if lengths[0] == lengths[1] else lengths))
-    return axes
+    return [
+        Axis((i,), (j,), source[i], () if source[i] == result[j] else (source[i], result[j]))
+        for i, j in leading_pairs(source, result)
+    ]
 
 
 def leading_pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:

@@ -167,6 +167,13 @@ def test_profiling_prices_each_number_of_devices(wide, machine):
     assert profile_devices(wide, machine, (1,), "1KiB")[0].point is None
 
 
+def test_a_memory_limit_that_cannot_be_read_is_refused(wide, machine):
+    with pytest.raises(OffbeatError, match="'16 bananas' has the unknown unit"):
+        find_frontier(wide, machine).min_devices(memory="16 bananas")
+    with pytest.raises(OffbeatError, match="'16 bananas' has the unknown unit"):
+        profile_devices(wide, machine, (1,), "16 bananas")
+
+
 def test_other_objectives(found, bert):
     quiet = find_frontier(bert, ClusterSpec.preset("tensoropt"), devices=8, objectives=("memory", "communication"))
     assert min(p.network_seconds for p in quiet.points) <= min(p.network_seconds for p in found.points)

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from offbeat.runtime.sharded.calls import finish, run_part
 from offbeat.runtime.sharded.grid import Grid
-from offbeat.runtime.sharded.planning import Split, Splitting, is_getitem, structured, tensor_nodes
+from offbeat.runtime.sharded.planning import Split, is_getitem, structured, tensor_nodes
 from offbeat.runtime.sharded.trace import Program
 from offbeat.sharding.layout import SUM, WHOLE
 from offbeat.sharding.rules import has_rule, is_random
@@ -31,14 +31,16 @@ class Executor:
     """Runs one program."""
 
     def __init__(
-        self, program: Program, splitting: Splitting, grid: Grid, random: AbstractContextManager[None]
+        self,
+        program: Program,
+        plan: tuple[dict[Node, Split], dict[Node, Any]],
+        grid: Grid,
+        random: AbstractContextManager[None],
     ) -> None:
-        self.program = program
-        self.splitting = splitting
-        self.grid = grid
-        self.random = random
+        self.program, self.grid, self.random = program, grid, random
+        self.splits, self.layouts = plan
         self._done_with = _last_readers(program)
-        for split in splitting.splits.values():
+        for split in self.splits.values():
             if not has_rule(split.call) and not is_random(split.call):
                 _note(split.call.name)
 
@@ -51,7 +53,7 @@ class Executor:
                 values[node] = values[node.args[0]][node.args[1]]
             else:
                 with torch.no_grad() if self.program.without_grad(node) else nullcontext():
-                    values[node] = self._run(self.splitting.splits[node], values)
+                    values[node] = self._run(self.splits[node], values)
             for past in self._done_with.get(node, ()):
                 del values[past]
         results = [self._whole(leaf, values[leaf]) if isinstance(leaf, Node) else leaf for leaf in self.program.results]
@@ -61,7 +63,7 @@ class Executor:
     def _run(self, split: Split, values: Mapping[Node, Any]) -> Any:
         parts, replaced = [], {}
         for position, node in enumerate(tensor_nodes(split.node)):
-            have, need = self.splitting.layouts[node], split.inputs[position]
+            have, need = self.layouts[node], split.inputs[position]
             shape = split.call.inputs[position].shape
             part = self.grid.shift(values[node], shape, (have, need), (split.gradients[position], have))
             if split.keep == "before" and have != need:
@@ -81,7 +83,7 @@ class Executor:
         return structured(split.node.meta["val"], finish(split, outputs))
 
     def _whole(self, node: Node, local: Tensor) -> Tensor:
-        have = self.splitting.layouts[node]
+        have = self.layouts[node]
         return self.grid.shift(local, node.meta["val"].shape, (have, self.grid.whole), (self.grid.whole, have))
 
 

@@ -9,7 +9,7 @@ asks for.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,6 +23,10 @@ from offbeat.sharding.layout import SUM, WHOLE, Layout, layout_of, shortest_part
 from offbeat.sharding.rules import axes_of
 from offbeat.strategy import OperatorConfig, Strategy
 from offbeat.torch_private import pytree
+
+Keep = Literal["before", "after", "both"]
+Wanted = tuple[list[Layout | None], list[Layout | None]]
+"""Layouts that a configuration asks for, of arguments and of results; None where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +45,11 @@ class Split:
     """Layouts in which the results come out."""
     outputs: tuple[Layout, ...]
     """Layouts that the results are brought to."""
-    keep: Literal["before", "after", "both"] = "both"
+    keep: Keep = "both"
 
     def sums(self) -> bool:
         """Whether any result is a sum over ranks."""
         return any(SUM in layout for layout in self.results)
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How every call of a program runs, and the layouts of all its values."""
-
-    splits: dict[Node, Split]
-    layouts: dict[Node, Any]
-    """A layout, or a list of them for calls with several results."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Layouts an operator's configuration asks for; None where it says nothing."""
-
-    inputs: tuple[Layout | None, ...]
-    outputs: tuple[Layout | None, ...]
-    keep: Literal["before", "after", "both"] = "both"
 
 
 def variable_layouts(
@@ -85,9 +71,11 @@ def variable_layouts(
 
 def plan_splits(
     program: Program, strategy: Strategy, fine: Sequence[int], stored: Mapping[str, Layout], *, strict: bool
-) -> Splitting:
-    """How each call of the program runs. `strict` refuses configurations that do not fit their operators; without it
-    they are left out, as for an evaluation pass, whose operators may have other names than training's."""
+) -> tuple[dict[Node, Split], dict[Node, Any]]:
+    """How each call of the program runs, and the layout of each value, a list of them for calls with several results.
+
+    `strict` refuses configurations that do not fit their operators; without it they are left out, as for an evaluation
+    pass, whose operators may have other names than training's."""
     whole = (WHOLE,) * len(fine)
     layouts: dict[Node, Any] = dict.fromkeys([*program.batch, *program.constants], whole)
     layouts |= {node: stored.get(name, whole) for node, name in program.state.items()}
@@ -98,14 +86,15 @@ def plan_splits(
             continue
         call = make_call(node)
         config = strategy.operators.get(node.name)
-        wanted = Wanted((None,) * len(call.inputs), (None,) * len(call.outputs))
+        wanted: Wanted = [None] * len(call.inputs), [None] * len(call.outputs)
+        keep: Keep = "both"
         if config is not None and node.name in program.operators:
             with nullcontext() if strict else suppress(StrategyError):
-                wanted = _wanted(program, node, call, config, fine)
+                wanted, keep = _wanted(program, node, call, config, fine), config.keep
         current = [layouts[source] for source in tensor_nodes(node)]
-        splits[node] = _split(node, call, wanted, current, fine)
+        splits[node] = replace(_split(node, call, wanted, current, fine), keep=keep)
         layouts[node] = structured(node.meta["val"], splits[node].outputs)
-    return Splitting(splits, layouts)
+    return splits, layouts
 
 
 def make_call(node: Node) -> Call:
@@ -165,7 +154,7 @@ def _wanted(program: Program, node: Node, call: Call, config: OperatorConfig, fi
     outputs: list[Layout | None] = [None] * len(call.outputs)
     for index, (tensor_map, tensor) in enumerate(zip(config.outputs, call.outputs, strict=False)):
         outputs[index] = _layout(operator, f"result {index}", tensor_map, tensor.dim(), config, fine)
-    return Wanted(tuple(inputs), tuple(outputs), config.keep)
+    return inputs, outputs
 
 
 def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fine: Sequence[int]) -> Split:
@@ -182,9 +171,9 @@ def _split(node: Node, call: Call, wanted: Wanted, current: Sequence[Layout], fi
     results = tuple(zip(*(axis.outputs if axis else whole for axis in split_by), strict=True))
     outputs = (
         asked if asked is not None else tuple(max(axis, WHOLE) for axis in result)
-        for asked, result in zip(wanted.outputs, results, strict=True)
+        for asked, result in zip(wanted[1], results, strict=True)
     )
-    return Split(node, call, tuple(split_by), tuple(inputs), tuple(gradients), results, tuple(outputs), wanted.keep)
+    return Split(node, call, tuple(split_by), tuple(inputs), tuple(gradients), results, tuple(outputs))
 
 
 def _divides(option: Axis, earlier: Sequence[Axis | None], sizes: Sequence[int], parts: int) -> bool:
@@ -199,23 +188,19 @@ def _mismatch(
     """How far splitting by `option` is from the configuration; where that says nothing, the bytes that would move."""
     inputs_off = outputs_off = 0
     moved = 0.0
-    for position, tensor in enumerate(call.inputs):
+    for position, (tensor, asked) in enumerate(zip(call.inputs, wanted[0], strict=True)):
         need = WHOLE if option is None else max(option.inputs[position], WHOLE)
-        asked = wanted.inputs[position]
-        have = current[position][index]
-        if asked is not None:
-            inputs_off += asked[index] != need
-            have = asked[index]
+        have = (current[position] if asked is None else asked)[index]
         if have != need:
+            inputs_off += asked is not None
             # Taking a part of what a rank holds moves nothing, but leaves the other parts to others.
             moved += 1.0 if have == WHOLE else kinds.touched_bytes(tensor) * (1.0 if need == WHOLE else 0.5)
-    for position, tensor in enumerate(call.outputs):
+    for position, (tensor, asked) in enumerate(zip(call.outputs, wanted[1], strict=True)):
         made = WHOLE if option is None else option.outputs[position]
-        asked = wanted.outputs[position]
-        if asked is not None and made != SUM:
-            outputs_off += asked[index] != made
         if made == SUM:
             moved += kinds.touched_bytes(tensor) * 2.0
+        elif asked is not None:
+            outputs_off += asked[index] != made
     return inputs_off, outputs_off, moved
 
 

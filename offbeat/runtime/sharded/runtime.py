@@ -72,7 +72,7 @@ class ShardedRuntime:
         _check_operators(self.strategy, program)
         ranks = {name: parameter.dim() for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         layouts = variable_layouts(program.operators, self.strategy, self.grid.fine, ranks)
-        splitting = plan_splits(program, self.strategy, self.grid.fine, layouts, strict=True)
+        plan = plan_splits(program, self.strategy, self.grid.fine, layouts, strict=True)
         split = sorted(name for name, layout in layouts.items() if layout != self.grid.whole)
         if split and not elementwise(type(self.optimizer)):
             raise StrategyError(
@@ -83,15 +83,20 @@ class ShardedRuntime:
         self.layouts = layouts
         # A model on the meta device is traced again on its own, which may have other operators.
         if not on_meta:
-            self._executors[self._kind(args, kwargs)] = Executor(program, splitting, self.grid, self.random)
+            self._executors[self._kind(args, kwargs)] = Executor(program, plan, self.grid, self.random)
         log.info("offbeat splits %d operators and %d variables over ranks", len(self.strategy.operators), len(split))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in pieces."""
         if self.layouts is None:
             self.prepare(args, kwargs)
-        batch = tensors_of((args, kwargs))
-        executor = self._executor(args, kwargs)
+        assert self.layouts is not None
+        key = self._kind(args, kwargs)
+        if key not in self._executors:
+            program = trace_forward(self.model, self.forward, args, kwargs)
+            plan = plan_splits(program, self.strategy, self.grid.fine, self.layouts, strict=False)
+            self._executors[key] = Executor(program, plan, self.grid, self.random)
+        executor = self._executors[key]
         buffers = dict(self.model.named_buffers())
         # Backward may still read what is changed here.
         changed = {name for name, _ in executor.program.updates}
@@ -99,20 +104,11 @@ class ShardedRuntime:
         for name, parameter in self.model.named_parameters():
             state[name] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         with torch.autocast(self.grid.device.type, enabled=False):
-            output, updates = executor.run(state, batch)
+            output, updates = executor.run(state, tensors_of((args, kwargs)))
         with torch.no_grad():
             for name, value in updates.items():
                 buffers[name].copy_(value)
         return output
-
-    def _executor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
-        key = self._kind(args, kwargs)
-        if key not in self._executors:
-            assert self.layouts is not None
-            program = trace_forward(self.model, self.forward, args, kwargs)
-            splitting = plan_splits(program, self.strategy, self.grid.fine, self.layouts, strict=False)
-            self._executors[key] = Executor(program, splitting, self.grid, self.random)
-        return self._executors[key]
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Equal for calls that run the same program."""

@@ -12,7 +12,7 @@ this. Cells of at most FEW sums are sorted at once.
 """
 
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -48,10 +48,6 @@ class Table:
     @property
     def cells(self) -> int:
         return len(self.start) - 1
-
-    def pointers(self) -> "Table":
-        """The same table without costs: all that unrolling needs."""
-        return replace(self, memory=np.empty(0), time=np.empty(0))
 
 
 @dataclass(frozen=True, slots=True)

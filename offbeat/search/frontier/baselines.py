@@ -11,6 +11,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +74,17 @@ def mesh_tensorflow(prices: Prices) -> list[FrontierPoint]:
     def chosen(index: int, wanted: tuple[int, ...]) -> int:
         return _closest(prices.configs[index], wanted)
 
+    common = [NONE, *(found for found, _ in Counter(dimension.values()).most_common(_MOST_DIMENSIONS))]
+    fine = len(prices.mesh.factors)
+    # For each fine axis a dimension or none: all meshes of one or two axes, all pairs of dimensions.
+    maps = {
+        (first,) * cut + (second,) * (fine - cut)
+        for first, second in product(common, repeat=2)
+        for cut in range(fine + 1)
+    }
     rows = {
         tuple(chosen(i, _global_row(i, unit, symbols, dimension)) for i, unit in enumerate(prices.units.units))
-        for symbols in _global_maps(prices, dimension)
+        for symbols in maps
     }
     return _points(prices, np.array(sorted(rows), np.int64), "mesh_tensorflow")
 
@@ -135,20 +144,7 @@ def _dimensions(prices: Prices) -> dict[tuple[int, int], int]:
     return dict(zip(labels, dimension.tolist(), strict=True))
 
 
-def _global_maps(prices: Prices, dimension: dict[tuple[int, int], int]) -> list[list[int]]:
-    """For each fine axis a dimension or none: all meshes of one or two axes, all pairs of dimensions."""
-    common = [found for found, _ in Counter(dimension.values()).most_common(_MOST_DIMENSIONS)]
-    fine = len(prices.mesh.factors)
-    maps = [[NONE] * fine]
-    for first in common:
-        maps.append([first] * fine)
-        for cut in range(1, fine):
-            maps += [[first] * cut + [second] * (fine - cut) for second in (NONE, *common) if second != first]
-            maps.append([NONE] * cut + [first] * (fine - cut))
-    return maps
-
-
-def _global_row(index: int, unit: Unit, symbols: list[int], dimension: dict[tuple[int, int], int]) -> Map:
+def _global_row(index: int, unit: Unit, symbols: Map, dimension: dict[tuple[int, int], int]) -> Map:
     """The unit's own labels for the global map."""
     labels = sorted(range(len(unit.sizes)), key=lambda label: label in unit.sums)
     return tuple(next((label for label in labels if dimension[index, label] == symbol), NONE) for symbol in symbols)

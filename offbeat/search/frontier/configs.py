@@ -9,7 +9,7 @@ works on that split.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 
 import numpy as np
@@ -58,9 +58,11 @@ def configurations(unit: Unit, factors: Sequence[int], levels: Sequence[int], mo
         axes = [label for labels in (*head.outputs[:1], *head.inputs, *head.variables) for label in labels]
         ordered = [*dict.fromkeys(label for label in (*axes, *range(len(unit.sizes))) if label >= 0), NONE]
         rows = [row for row in rows if _is_canonical(row[0], levels, ordered)]
-    rows.sort(key=lambda row: _effort(row[0], factors))
-    table = np.array(rows[:most], np.int64)
-    return Configurations(table[:, 0], table[:, 1])
+    table = np.array(rows, np.int64)
+    runs = (np.diff(table[:, 0]) != 0).sum(axis=1)
+    repeated = np.where(table[:, 0] == NONE, np.array(factors, np.int64), 1).prod(axis=1)
+    first = np.lexsort((repeated, runs))[:most]
+    return Configurations(table[first, 0], table[first, 1])
 
 
 def _is_canonical(before: tuple[int, ...], levels: Sequence[int], ordered: list[int]) -> bool:
@@ -70,13 +72,6 @@ def _is_canonical(before: tuple[int, ...], levels: Sequence[int], ordered: list[
         if levels[axis - 1] == levels[axis] and ordered.index(first) > ordered.index(second) and not continued:
             return False
     return True
-
-
-def _effort(before: tuple[int, ...], factors: Sequence[int]) -> tuple[int, int]:
-    """Mesh axes in use, then devices that repeat others' work."""
-    runs = 1 + sum(a != b for a, b in pairwise(before))
-    repeated = prod(factor for symbol, factor in zip(before, factors, strict=True) if symbol == NONE)
-    return (runs, repeated)
 
 
 def _assignments(sizes: Sequence[int], factors: tuple[int, ...]) -> list[tuple[int, ...]]:

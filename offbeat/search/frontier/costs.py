@@ -130,7 +130,7 @@ class Prices:
     def _members(self, unit: Unit, configs: Configurations, costs: Floats) -> None:
         for number, member in enumerate(unit.members):
             seconds = sum(self._seconds.get(name, 0.0) for name in member.names)
-            costs[:, 1] += seconds * self.share(configs.symbols(unit, number), member.labels)
+            costs[:, 1] += seconds * self.share(configs.symbols(unit, number), member.rule.labels)
             kept = sum(self.graph.operator(name).activation_bytes for name in member.names)
             if kept:
                 result = configs.symbols(unit, number, result=True)
@@ -242,8 +242,8 @@ def _involved(unit: Unit, number: int) -> frozenset[int]:
     A view of a weight is split as its reader in the unit uses it, so it is the reader's labels that count."""
     member = unit.members[number]
     if number >= unit.head and not (member.operator.kind == "view" and member.operator.variables):
-        return member.labels
-    return frozenset().union(*(other.labels for other in unit.members))
+        return member.rule.labels
+    return frozenset().union(*(other.rule.labels for other in unit.members))
 
 
 def _axes_with(symbols: Ints, labels: Collection[int]) -> list[tuple[int, ...]]:

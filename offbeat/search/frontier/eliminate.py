@@ -151,17 +151,17 @@ class Elimination:
     def _simplify(self, nodes: list[int]) -> None:
         """Branch elimination where the merged node stays small (or the result must be exact), else heuristic."""
         inside = set(nodes)
+
+        def merged_cells(i: int, j: int) -> int:
+            neighbours = (self.adjacent[i].keys() | self.adjacent[j].keys()) - {i, j}
+            return self.size[i] * self.size[j] * sum(self.size[node] for node in neighbours)
+
         pairs = [(i, j) for i in nodes for j in self.adjacent[i] if i < j and j in inside]
-        i, j = min(pairs, key=self._merged_cells)
+        _, i, j = min((merged_cells(i, j), i, j) for i, j in pairs)
         if not self.combine.cap or self.size[i] * self.size[j] <= _MERGED_CONFIGURATIONS:
             self._merge(i, j)
         else:
             self._fix(max(nodes, key=lambda node: (len(self.adjacent[node]), -node)))
-
-    def _merged_cells(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        i, j = pair
-        neighbours = (self.adjacent[i].keys() | self.adjacent[j].keys()) - {i, j}
-        return self.size[i] * self.size[j] * sum(self.size[node] for node in neighbours), i, j
 
     def _merge(self, node: int, absorbed: int) -> None:
         """Makes `node` the pair (node, absorbed), its configurations node-major."""
@@ -218,7 +218,7 @@ class Elimination:
         last_use: bool = False,
     ) -> Factor:
         """The product for each configuration of `nodes`: the union over the configurations of node `over`, with some
-        nodes of `right` in a `fixed` one. After its `last_use` only the pointers of `left` are kept."""
+        nodes of `right` in a `fixed` one. After its `last_use`, `left` keeps its pointers only, for unrolling."""
         pattern = Pattern(
             tuple(self.size[node] for node in nodes),
             tuple(self._stride(left, node) for node in nodes),
@@ -230,7 +230,7 @@ class Elimination:
         )
         table = self.combine(left.table, right.table, pattern, remember=not last_use)
         if last_use:
-            left = replace(left, table=left.table.pointers())
+            left = replace(left, table=replace(left.table, memory=np.empty(0), time=np.empty(0)))
         return Factor(table, nodes, left, right, over, pattern)
 
     def _stride(self, factor: Factor, node: int) -> int:

@@ -63,10 +63,9 @@ class ModelFrontier(Frontier):
         for devices in tried:
             options: Any = {"objectives": self.objectives, "devices": devices, "margin": self.margin}
             found = self if devices == self.devices else find_frontier(self.graph, self.cluster, **options)
-            try:
-                return Chosen(devices, found.point_within(memory))
-            except OffbeatError:
-                seen += found.points
+            if point := found.fastest_within(memory):
+                return Chosen(devices, point)
+            seen += found.points
         raise too_little(memory, seen, self.margin, f" on {' or '.join(map(str, tried))} devices")
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -153,11 +152,7 @@ def profile_devices(
     limit = memory if memory is not None else min(node.memory for node in cluster.nodes)
     rows = []
     for devices in counts:
-        frontier = find_frontier(graph, cluster, devices=devices, margin=margin)
-        try:
-            point: FrontierPoint | None = frontier.point_within(limit)
-        except OffbeatError:
-            point = None
+        point = find_frontier(graph, cluster, devices=devices, margin=margin).fastest_within(limit)
         nodes = [cluster.device_of(rank) for rank in range(devices)]
         prices = [node.price_per_hour / node.devices for node in nodes if node.price_per_hour is not None]
         if price_per_device_hour is not None:

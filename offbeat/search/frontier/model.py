@@ -48,13 +48,18 @@ class Frontier:
     margin: float = 0.0
     """Share of a memory limit that is left free, for what the estimate does not count."""
 
-    def point_within(self, memory: str | int) -> FrontierPoint:
-        """The point with the least time that leaves the margin free in `memory`, such as '16GiB'."""
+    def fastest_within(self, memory: str | int) -> FrontierPoint | None:
+        """The point with the least time that leaves the margin free in `memory`, such as '16GiB'; None if none fits."""
         limit = parse_bytes(memory, "memory") * (1 - self.margin)
-        fitting = [point for point in self.points if point.memory_bytes <= limit]
-        if not fitting:
+        fitting = (point for point in self.points if point.memory_bytes <= limit)
+        return min(fitting, key=lambda point: point.time_seconds, default=None)
+
+    def point_within(self, memory: str | int) -> FrontierPoint:
+        """As `fastest_within`, with an error if none fits."""
+        point = self.fastest_within(memory)
+        if point is None:
             raise too_little(memory, self.points, self.margin)
-        return min(fitting, key=lambda point: point.time_seconds)
+        return point
 
     def min_time(self, memory: str | int) -> Strategy:
         """The strategy with the least time among those that need at most `memory`."""

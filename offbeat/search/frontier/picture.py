@@ -25,8 +25,6 @@ _LINES = (
 )
 _MARKS = ("#7a4fa3", "#b8860b", "#444444", "#c2185b", "#00838f", "#5d4037")
 
-Scale = Callable[[float], float]
-
 
 def draw(frontier: Frontier, path: str | PathLike[str], marked: Mapping[str, FrontierPoint] | None = None) -> None:
     """Writes the picture; the name must end in .svg."""
@@ -41,17 +39,19 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None, t
         raise OffbeatError("the frontier has no points to draw")
     shown = {"turning point": frontier.turning_point, **(marked or {})}
     every = [*frontier.points, *shown.values()]
-    across = _scale([point.memory_bytes for point in every], LEFT, WIDTH - RIGHT)
+    across, memory_ticks = _scale([point.memory_bytes for point in every], LEFT, WIDTH - RIGHT)
     longest = max(point.time_seconds for point in every)
     least = min(min(p.time_seconds, p.compute_seconds, p.network_seconds) for p in frontier.points)
-    shown_seconds = [longest, max(least, longest / 1e4)]
-    up = _scale(shown_seconds, HEIGHT - BOTTOM, TOP)
+    up, time_ticks = _scale([longest, max(least, longest / 1e4)], HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title or "Memory and time of one training step")}</text>',
-        *_axes([p.memory_bytes for p in every], shown_seconds, across, up),
+        *_axes(
+            {across(value): format_bytes(value) for value in memory_ticks},
+            {up(value): format_seconds(value) for value in time_ticks},
+        ),
     ]
     for row, (name, label, colour, dashed) in enumerate(_LINES):
         places = [(across(p.memory_bytes), up(max(getattr(p, name), longest / 1e4))) for p in frontier.points]
@@ -73,36 +73,26 @@ def _entry(row: int, label: str, sign: str) -> list[str]:
     return [f'<g transform="translate({x} {y})">{sign}</g>', f'<text x="{x + 26}" y="{y + 4}">{escape(label)}</text>']
 
 
-def _axes(memory: list[float], seconds: list[float], across: Scale, up: Scale) -> list[str]:
+def _axes(across: dict[float, str], up: dict[float, str]) -> list[str]:
+    """Both axes with the labels of their ticks, by place."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = [f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>']
-    for value in _ticks(memory):
-        x = across(value)
+    for x, label in across.items():
         parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="black"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{format_bytes(value)}</text>')
-    for value in _ticks(seconds):
-        y = up(value)
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{label}</text>')
+    for y, label in up.items():
         parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="black"/>')
-        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{format_seconds(value)}</text>')
+        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     below, beside = f'x="{(LEFT + right) / 2}" y="{HEIGHT - 14}"', f"translate(16 {(TOP + bottom) / 2}) rotate(-90)"
     parts.append(f'<text {below} text-anchor="middle">memory of each device (log)</text>')
     return [*parts, f'<text transform="{beside}" text-anchor="middle">time per step (log)</text>']
 
 
-def _scale(values: list[float], low: float, high: float) -> Scale:
-    """Logarithmic; a single value lies in the middle."""
-    first, last = _range(values)
-    if first == last:
-        return lambda _: (low + high) / 2
-    return lambda value: low + math.log(max(value, first) / first) / math.log(last / first) * (high - low)
-
-
-def _ticks(values: list[float]) -> list[float]:
-    """Five values, evenly spread in logarithms."""
-    first, last = _range(values)
-    return np.geomspace(first, last, 5 if last > first else 1).tolist()
-
-
-def _range(values: list[float]) -> tuple[float, float]:
+def _scale(values: list[float], low: float, high: float) -> tuple[Callable[[float], float], list[float]]:
+    """Logarithmic, with five ticks evenly spread; a single value lies in the middle."""
     positive = [value for value in values if value > 0] or [1.0]
-    return min(positive), max(positive)
+    first, last = min(positive), max(positive)
+    if first == last:
+        return lambda _: (low + high) / 2, [first]
+    ticks = np.geomspace(first, last, 5).tolist()
+    return lambda value: low + math.log(max(value, first) / first) / math.log(last / first) * (high - low), ticks

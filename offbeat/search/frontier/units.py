@@ -51,6 +51,10 @@ class Rule:
         """Of all its tensors."""
         return (*self.inputs, *self.variables, *self.outputs, *(labels for _, labels in self.data))
 
+    @property
+    def labels(self) -> frozenset[int]:
+        return self.sums.union(*self.maps) - {-1}
+
     def relabelled(self, new: Sequence[int]) -> "Rule":
         """The same rule with each label replaced by `new[label]`; -1 leaves its axes whole."""
 
@@ -74,8 +78,6 @@ class Member:
 
     operator: Operator
     rule: Rule
-    labels: frozenset[int] = frozenset()
-    """All labels that its tensors carry."""
     repeats: list[str] = field(default_factory=list)
     """The operators at the same place of the unit's other instances."""
 
@@ -275,14 +277,12 @@ def _finish(unit: Unit) -> None:
     unit.sizes = [unit.sizes[label] for label in kept]
     for index, member in enumerate(unit.members):
         member.rule = member.rule.relabelled([number.get(root, -1) for root in roots])
-        used = {label for labels in member.rule.maps for label in labels}
-        member.labels = frozenset((used | member.rule.sums) - {-1})
         for name, labels in zip(member.operator.variables, member.rule.variables, strict=True):
             unit.variables.setdefault(name, (index, labels))
 
 
 def _shared(graph: ModelGraph, grouping: _Grouping) -> Units:
-    """One unit for the equal steps of a recurrence; then the tensors between units."""
+    """One unit for the equal steps of a recurrence; then the tensors between units, among them tied weights."""
     units, place = grouping.units, grouping.place
     merged: dict[tuple[object, ...], int] = {}
     template = list(range(len(units)))
@@ -302,7 +302,13 @@ def _shared(graph: ModelGraph, grouping: _Grouping) -> Units:
     # Of several units that read a variable the first one holds it.
     owner = {name: position for position, unit in reversed(list(enumerate(final))) for name in unit.variables}
     flows = _flows(grouping, [number[first] for first in template])
-    return Units(final, (*flows, *_variable_flows(graph, final, owner)), owner, tuple(grouping.notes))
+    for position, unit in enumerate(final):
+        for name, (reader, taken) in unit.variables.items():
+            if owner[name] != position:
+                holder, given = final[owner[name]].variables[name]
+                ends = (owner[name], holder, position, reader)
+                flows.append(Flow(*ends, graph.variable(name).bytes, 0, given, taken, is_variable=True))
+    return Units(final, tuple(flows), owner, tuple(grouping.notes))
 
 
 def _flows(grouping: _Grouping, number: list[int]) -> list[Flow]:
@@ -324,15 +330,3 @@ def _flows(grouping: _Grouping, number: list[int]) -> list[Flow]:
                     counts[Flow(*ends, spec.bytes, kept, given, taken)] += 1
     readers = Counter(ends[:2] for ends in {(flow.source, flow.member, flow.target) for flow in counts})
     return [replace(flow, count=n, single=readers[flow.source, flow.member] == 1) for flow, n in counts.items()]
-
-
-def _variable_flows(graph: ModelGraph, units: tuple[Unit, ...], owner: dict[str, int]) -> list[Flow]:
-    """From the unit that holds a variable to the others that read it (tied weights)."""
-    flows = []
-    for index, unit in enumerate(units):
-        for name, (reader, taken) in unit.variables.items():
-            if owner[name] != index:
-                member, given = units[owner[name]].variables[name]
-                ends = (owner[name], member, index, reader)
-                flows.append(Flow(*ends, graph.variable(name).bytes, 0, given, taken, is_variable=True))
-    return flows
