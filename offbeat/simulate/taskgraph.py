@@ -105,13 +105,6 @@ class TaskGraph:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
     @cached_property
-    def has_instants(self) -> bool:
-        """Whether a task on a device may be so short that the clock, a float, does not move while it runs."""
-        durations = self.duration_seconds[self.device >= 0]
-        horizon_seconds = float(self.duration_seconds.sum() + self.lag_seconds.sum())
-        return bool(len(durations)) and float(durations.min()) <= horizon_seconds * 2.0**-51
-
-    @cached_property
     def tie_keys(self) -> NDArray[np.void]:
         """TIE_KEYS of each task; `finest` is equal only for twins: tasks with the same neighbours, interchangeable."""
         keys = np.zeros(len(self), TIE_KEYS)
