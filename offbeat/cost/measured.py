@@ -81,21 +81,26 @@ class Costs:
         }
         return replace(self, collectives=fits)
 
-    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        """(seconds for which a task among equals takes the link, seconds until its result is there after that)."""
+    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float, float]:
+        """(seconds for which a task among equals takes the link, seconds until its result is there after that, and of
+        the first those that pass without a byte of its own where others are in flight)."""
         if len(task.ranks) < 2 or task.kind == "update":
-            return 0.0, 0.0
-        factor, more = self.slowdown(task.kind, in_flight)
+            return 0.0, 0.0, 0.0
         fit = self.collectives.get((task.kind, len(task.ranks)))
         if fit is not None:
             taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
+            overhead = fit.overhead_seconds
         else:
             constant = links.constant(task.kind, task.ranks, task.root)
             alone = links.seconds(task.kind, task.ranks, task.wire_bytes, task.root)
             taken, hidden = max(constant, alone), constant * OVERLAPPED_SHARE
+            overhead = constant * (1 - OVERLAPPED_SHARE)
         if not taken:
-            return 0.0, 0.0
-        return ((taken - hidden) * factor + more, hidden) if in_flight > 1 else (taken * factor + more, 0.0)
+            return 0.0, 0.0, 0.0
+        factor, more = self.slowdown(task.kind, in_flight)
+        if in_flight < 2:
+            return taken * factor + more, 0.0, overhead
+        return (taken - hidden) * factor + more, hidden, overhead
 
     def goes_straight(self, task: Task) -> bool:
         """Whether ranks' links are taken for different times, each in one direction (`straight_seconds`)."""
@@ -116,15 +121,6 @@ class Costs:
     def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
         """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
         return 1.0, 0.0
-
-    def overhead(self, task: Task, links: Collectives) -> float:
-        """The part of the seconds for which a task in a row takes the link that passes without a byte of its own."""
-        if len(task.ranks) < 2 or task.kind == "update":
-            return 0.0
-        fit = self.collectives.get((task.kind, len(task.ranks)))
-        if fit is not None:
-            return fit.overhead_seconds
-        return links.constant(task.kind, task.ranks, task.root) * (1 - OVERLAPPED_SHARE)
 
     def update(self, bytes_updated: float, estimate: float) -> float:
         """Seconds of one optimizer call on so many bytes of variables."""
@@ -223,9 +219,9 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
             for rank in task.ranks:
                 busy[rank, task.fills_incoming(rank)] += costs.straight_seconds(task, rank, links, in_flight)[1]
             continue
-        seconds, _ = costs.collective(task, links, in_flight)
+        seconds, _, overhead = costs.collective(task, links, in_flight)
         if in_flight > 1:
-            seconds = max(0.0, seconds - costs.overhead(task, links))
+            seconds = max(0.0, seconds - overhead)
         if len(task.ranks) == len(plan.replicas):
             everyone += seconds
         else:

@@ -110,7 +110,12 @@ class TaskGraph:
         keys = np.zeros(len(self), TIE_KEYS)
         edges = (self.first_edge, self.successor)
         keys["tail_seconds"] = _tails(*edges, self.topological, self.duration_seconds, self.lag_seconds)
-        keys["structure"] = _refine(*edges, self.topological, self._seeds())
+        seeds: Hashes = np.zeros(len(self), np.uint64)
+        columns = self.duration_seconds, self.lag_seconds, self.device.astype(np.int64), self.priority, self.label
+        for column in columns:
+            if column is not None:
+                seeds = _mix(seeds + column.view(np.uint64))
+        keys["structure"] = _refine(*edges, self.topological, seeds)
         keys["finest"] = _twins(*edges, len(self))
         return keys
 
@@ -120,16 +125,6 @@ class TaskGraph:
         keys = self.tie_keys.copy()
         keys["finest"] = separate(self)
         return keys
-
-    def _seeds(self) -> Hashes:
-        seeds = _scramble(self.duration_seconds.view(np.uint64))
-        seeds = _scramble(seeds + self.lag_seconds.view(np.uint64))
-        seeds = _scramble(seeds + self.device.astype(np.int64).view(np.uint64))
-        if self.priority is not None:
-            seeds = _scramble(seeds + self.priority.view(np.uint64))
-        if self.label is not None:
-            seeds = _scramble(seeds + self.label.view(np.uint64))
-        return seeds
 
 
 def separate(graph: TaskGraph) -> Hashes:
@@ -150,7 +145,7 @@ def separate(graph: TaskGraph) -> Hashes:
         one = order[mixed[0]]
         marked = (hashes == hashes[one]) & (twins == twins[one])
         seeds = hashes.copy()
-        seeds[marked] = _scramble(seeds[marked] + np.uint64(round_number))
+        seeds[marked] = _mix(seeds[marked] + np.uint64(round_number))
         hashes = _refine(graph.first_edge, graph.successor, graph.topological, seeds)
         hops = _hops(graph.first_edge, graph.successor, graph.topological, marked)
         order = np.lexsort((hashes, hops, ranks))
@@ -210,12 +205,12 @@ def _pairs(edges: ArrayLike, tasks: int) -> NDArray[np.integer[Any]]:
         raise OffbeatError(f"edges: shape {array.shape} is not (edges, 2)")
     if len(array) > MOST_TASKS:
         raise OffbeatError(f"edges: {len(array)} edges are more than the {MOST_TASKS} that fit")
-    at = _first_bad_edge(array, tasks)
-    if at >= 0:
-        before, after = (int(task) for task in array[at])
-        if before == after:
-            raise OffbeatError(f"edges[{at}]: task {before} waits for itself")
-        raise OffbeatError(f"edges[{at}]: ({before}, {after}) names a task outside 0..{tasks - 1}")
+    before, after = array.T
+    outside = (np.minimum(before, after) < 0) | (np.maximum(before, after) >= tasks)
+    for at in np.flatnonzero(outside | (before == after))[:1]:
+        if before[at] == after[at]:
+            raise OffbeatError(f"edges[{at}]: task {before[at]} waits for itself")
+        raise OffbeatError(f"edges[{at}]: ({before[at]}, {after[at]}) names a task outside 0..{tasks - 1}")
     return array
 
 
@@ -232,15 +227,6 @@ def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints) 
         seen.add(task)
         task = int(cause[task])
     raise OffbeatError(f"edges: task {task} waits for itself through a cycle of dependencies")
-
-
-@compiled
-def _first_bad_edge(edges, tasks):
-    for e in range(edges.shape[0]):
-        before, after = edges[e, 0], edges[e, 1]
-        if before < 0 or before >= tasks or after < 0 or after >= tasks or before == after:
-            return e
-    return -1
 
 
 @compiled
@@ -296,19 +282,11 @@ def _tails(first_edge, successor, topological, duration, lag):
 
 @compiled(inline="always")
 def _mix(x):
-    """The finaliser of SplitMix64."""
+    """The finaliser of SplitMix64, for a number or an array."""
     x = x + _ODD
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
     return x ^ (x >> _S31)
-
-
-@compiled
-def _scramble(values):
-    result = np.empty_like(values)
-    for i in range(len(values)):
-        result[i] = _mix(values[i])
-    return result
 
 
 @compiled
@@ -325,7 +303,7 @@ def _refine(first_edge, successor, topological, seeds):
             i = topological[at]
             for e in range(first_edge[i], first_edge[i + 1]):
                 up[i] += _mix(up[successor[e]] ^ _ODD)
-        seeds = _scramble(down + _scramble(up))
+        seeds = _mix(down + _mix(up))
     return seeds
 
 

@@ -209,9 +209,9 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
     # A probe of one element: what a collective costs depends on its kind, its ranks and its bytes.
     probe = Task(0, stage.kind, 0, 0, 0, 1, ranks, root, wire_bytes=0, waits_for=(), after=(), delivers=())
     links = Collectives(plan.cluster)
-    overhead, lag = costs.collective(probe, links, in_flight=1)
+    overhead, lag, _ = costs.collective(probe, links, in_flight=1)
     megabyte = 10**6
-    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight=1)
+    larger, *_ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight=1)
     return overhead, lag, (larger - overhead) / megabyte
 
 
