@@ -16,7 +16,7 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
 from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.kernel import Replay, replay
-from offbeat.simulate.roles import Roles, find_roles
+from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import Steps
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
@@ -118,7 +118,9 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
     marks = np.column_stack((begins[:, shown:], end[built.host])) - zero
     # The last step has no successor to overlap with, so its end says nothing: repeat the step before it.
     marks[:, -1] = 2 * marks[:, -2] - marks[:, -3]
-    shown_ranks = _shown_ranks(roles)
+    everyone = sum(map(len, roles.ranks))
+    shown_of = (ranks if everyone <= SHOWN_RANKS else ranks[:1] for ranks in roles.ranks)
+    shown_ranks = dict(sorted((rank, number) for number, ranks in enumerate(shown_of) for rank in ranks))
     index, copies = _copies(role, shown_ranks)
     # The path stays with the ranks that stand for their roles.
     place = np.full(len(result.start), -1)
@@ -126,7 +128,6 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
     place[spans[index[standing]]] = standing
     path = place[result.critical_path()]
     peaks = [peak_memory(built.plan, rank).total for rank in roles.representatives] if memory else []
-    everyone = sum(map(len, roles.ranks))
     alike = f"{everyone} ranks in {len(roles.ranks)} roles: one rank of each is shown"
     return Timeline(
         names=tuple(names),
@@ -139,13 +140,6 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
         notes=(alike,) if len(shown_ranks) < everyone else (),
         **{name: column[index] for name, column in columns.items()},
     )
-
-
-def _shown_ranks(roles: Roles) -> dict[int, int]:
-    """The ranks that a timeline shows, in order, and their roles: all of them or, of many, one for each role."""
-    few = sum(map(len, roles.ranks)) <= SHOWN_RANKS
-    shown = ((rank, number) for number, ranks in enumerate(roles.ranks) for rank in (ranks if few else ranks[:1]))
-    return dict(sorted(shown))
 
 
 def _copies(role: NDArray[np.int64], shown: dict[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

@@ -5,7 +5,6 @@ per role and one queue for the link, so that the clock can be advanced over flat
 The result equals `simulate(plan, costs).iteration_time`.
 """
 
-from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,18 +151,28 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
     sends = [send for send in program.sends if send.task.index in first]
     price = exchange_costs(plan, costs, [first[send.task.index] for send in sends])
     estimates = message_updates(plan)
-    shares, places = _parts(plan, costs)
-    settles = [(program.components[number].slot, part) for number in program.settles for part in places[number]]
-    coming = [deque(parts) for parts in places]
-    coming_to = {index: coming[n] for n, each in enumerate(program.components) for index in each.messages}
-    brought = [parts.popleft() if len(parts) > 1 else parts[0] for parts in (coming_to[s.task.message] for s in sends)]
+    # A part is waited for and updated at once: a component, or a slice of one that is applied as it arrives.
+    update: list[float] = []
+    parts: list[range] = []
+    part_of_message: dict[int, int] = {}
+    part_of_slice: dict[int, int] = {}
+    for component in program.components:
+        slices = component.slices if costs.portions else ()
+        elements = plan.messages[component.messages[0]].elements
+        shares = [(task.stop - task.start) / elements for task in slices] or [1.0]
+        parts.append(range(len(update), len(update) + len(shares)))
+        part_of_message |= dict.fromkeys(component.messages, len(update))
+        part_of_slice |= {task.index: part for task, part in zip(slices, parts[-1], strict=False)}
+        update += [update_seconds(plan, costs, estimates, component.applied, share) for share in shares]
+    settles = [(program.components[number].slot, part) for number in program.settles for part in parts[number]]
+    brought = [part_of_slice.get(send.task.index, part_of_message[send.task.message]) for send in sends]
     few = sum(map(len, roles.ranks)) <= SHOWN_RANKS
     return StepArrays(
         forward=np.ascontiguousarray(seconds[:, : program.ahead]),
         backward=np.ascontiguousarray(seconds[:, program.ahead :]),
         settle_position=np.array([slot for slot, _ in settles], np.int64),
         settle_part=np.array([part for _, part in settles], np.int64),
-        update=np.array([update_seconds(plan, costs, estimates, *part) for part in shares], np.float64),
+        update=np.array(update, np.float64),
         ready=np.array([send.slot - program.ahead for send in sends], np.int64),
         part=np.array(brought, np.int64),
         occupied=np.array([taken for taken, _ in price], np.float64),
@@ -174,18 +183,3 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
         interference=costs.interference,
         weight=np.array([len(ranks) if few else 1 for ranks in roles.ranks], np.float64),
     )
-
-
-def _parts(plan: Plan, costs: Costs) -> tuple[list[tuple[tuple[int, ...], float]], list[range]]:
-    """What is waited for and updated at once: components, or the slices of those that are applied as they arrive.
-
-    Of each such part the messages of its component, and how much of them it is; and of each component its parts."""
-    shares: list[tuple[tuple[int, ...], float]] = []
-    places: list[range] = []
-    for component in plan.program.components:
-        elements = plan.messages[component.messages[0]].elements
-        slices = component.slices if costs.portions else ()
-        mine = [(task.stop - task.start) / elements for task in slices] or [1.0]
-        places.append(range(len(shares), len(shares) + len(mine)))
-        shares += [(component.applied, share) for share in mine]
-    return shares, places
