@@ -9,7 +9,7 @@ while their bytes are on the wire (`in_a_row`).
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictBool, TypeAdapter
@@ -70,6 +70,11 @@ class Costs:
     """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
     """Factor on the compute of single ranks, for stragglers."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """On the seconds of collectives, as trials have shown: 'rooted' of those to or from one rank, 'ring' of the others,
+    and 'shared' of all where several are in flight. Not kept in files, nor is `call_seconds`."""
+    call_seconds: float = 0.0
+    """More for each collective."""
 
     def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Costs":
         """The same on links with so many times the bandwidth and the latency."""
@@ -120,7 +125,10 @@ class Costs:
 
     def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
         """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
-        return 1.0, 0.0
+        factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
+        if in_flight > 1:
+            factor *= self.factors.get("shared", 1.0)
+        return factor, self.call_seconds
 
     def update(self, bytes_updated: float, estimate: float) -> float:
         """Seconds of one optimizer call on so many bytes of variables."""
@@ -134,7 +142,7 @@ class Costs:
             {"kind": kind, "participants": participants, **asdict(fit)}
             for (kind, participants), fit in sorted(self.collectives.items())
         ]
-        return _FORM.dump_python(replace(self, collectives={}), mode="json") | {"collectives": rows}
+        return {"collectives": rows} | _FORM.dump_python(self, mode="json", exclude=set(_NOT_IN_FORM))
 
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
@@ -145,29 +153,7 @@ class Costs:
                 (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
                 for row in rows
             }
-            return replace(_FORM.validate_python({**raw, "collectives": {}}), collectives=fits)
-
-
-@dataclass(frozen=True)
-class FittedCosts(Costs):
-    """Costs whose collectives take longer or shorter than described."""
-
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """On the seconds of collectives: 'rooted' of those to or from one rank, 'ring' of the others, and 'shared' of all
-    where several are in flight."""
-    call_seconds: float = 0.0
-    """More for each collective."""
-
-    @classmethod
-    def of(cls, costs: Costs, **changes: Any) -> "FittedCosts":
-        """Plain costs with some values changed."""
-        return cls(**{each.name: getattr(costs, each.name) for each in fields(Costs)} | changes)
-
-    def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
-        factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
-        if in_flight > 1:
-            factor *= self.factors.get("shared", 1.0)
-        return factor, self.call_seconds
+            return replace(_FORM.validate_python(raw | _NOT_IN_FORM), collectives=fits)
 
 
 Duration = Annotated[float, Field(ge=0, lt=1e9)]
@@ -186,6 +172,7 @@ class _Rows(BaseModel):
 
 
 _FORM = TypeAdapter(Costs)
+_NOT_IN_FORM: dict[str, Any] = {"collectives": {}, "factors": {}, "call_seconds": 0.0}
 
 
 def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:

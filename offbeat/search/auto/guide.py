@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.analytic import Coefficients, fit_coefficients
-from offbeat.cost.measured import Costs, FittedCosts
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
@@ -70,7 +70,7 @@ class Guide:
         self.schedule = schedule or TrainingSchedule()
         self.coefficients = _coefficients(cluster)
         self.earlier: list[Samples] = []
-        self.fitted: FittedCosts | None = None
+        self.fitted: Costs | None = None
         """Costs that trials told, once there are some."""
         self._evidence: list[Evidence] = []
         self._at_fitted: dict[str, float] = {}
