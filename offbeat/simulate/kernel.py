@@ -101,7 +101,12 @@ def replay(graph: TaskGraph) -> Replay:
     batch = np.empty((2, len(graph.device_first)), np.int32)
     edges = graph.first_edge, graph.successor
     for level, keys in _levels(graph):
-        (tasks, devices), counters = _rows(graph), np.zeros(3, np.int64)
+        tasks, devices = np.zeros(len(graph), _TASK), np.zeros(len(graph.device_first) - 1, _DEVICE)
+        tasks["duration"], tasks["lag"] = graph.duration_seconds, graph.lag_seconds
+        tasks["waits_for"], tasks["device"] = graph.indegree, graph.dense_device
+        tasks["priority"] = 0.0 if graph.priority is None else graph.priority
+        devices["base"], devices["choice"] = graph.device_first[:-1], np.inf
+        counters = np.zeros(3, np.int64)
         sources, loose = np.flatnonzero(graph.indegree == 0), _ANY if len(now) else level
         _begin(sources, *edges, tasks, devices, later, events, loose, keys, start, end, stack, counters)
         _run(*edges, tasks, devices, later, now, events, level, keys, start, end, order, stack, counters, batch)
@@ -119,16 +124,6 @@ def _levels(graph: TaskGraph) -> Iterator[tuple[int, NDArray[np.void]]]:
     if "separated_keys" not in known:
         yield _KEYS, graph.tie_keys
     yield _SEPARATED, graph.separated_keys
-
-
-def _rows(graph: TaskGraph) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """The kernel's state of each task and of each device before the first event."""
-    tasks, devices = np.zeros(len(graph), _TASK), np.zeros(len(graph.device_first) - 1, _DEVICE)
-    tasks["duration"], tasks["lag"] = graph.duration_seconds, graph.lag_seconds
-    tasks["waits_for"], tasks["device"] = graph.indegree, graph.dense_device
-    tasks["priority"] = 0.0 if graph.priority is None else graph.priority
-    devices["base"], devices["choice"] = graph.device_first[:-1], np.inf
-    return tasks, devices
 
 
 @_uncounted

@@ -8,7 +8,6 @@ segments by what overlapped in the round before.
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
 from offbeat.cost.memory import peak_memory
@@ -18,6 +17,7 @@ from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.kernel import Replay, replay
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import Steps
+from offbeat.simulate.taskgraph import Floats
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
@@ -78,9 +78,7 @@ def _replay_with_interference(built: Steps, interference: float) -> Replay:
     return result
 
 
-def busy_until(
-    start: NDArray[np.float64], end: NDArray[np.float64]
-) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+def busy_until(start: Floats, end: Floats) -> Callable[[Floats], Floats]:
     """A function of time: seconds up to it in which at least one of the intervals was open."""
     if not len(start):
         return lambda at: np.zeros(np.shape(at))
@@ -121,7 +119,11 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
     everyone = sum(map(len, roles.ranks))
     shown_of = (ranks if everyone <= SHOWN_RANKS else ranks[:1] for ranks in roles.ranks)
     shown_ranks = dict(sorted((rank, number) for number, ranks in enumerate(shown_of) for rank in ranks))
-    index, copies = _copies(role, shown_ranks)
+    # Each shown rank has a copy of its role's spans.
+    order = np.argsort(role, kind="stable")
+    edges = np.searchsorted(role[order], np.arange(len(roles.ranks) + 1))
+    picked = [order[edges[number] : edges[number + 1]] for number in shown_ranks.values()]
+    index, copies = np.concatenate(picked), np.repeat(np.array(list(shown_ranks), np.int32), list(map(len, picked)))
     # The path stays with the ranks that stand for their roles.
     place = np.full(len(result.start), -1)
     standing = np.flatnonzero(np.isin(copies, roles.representatives))
@@ -140,11 +142,3 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
         notes=(alike,) if len(shown_ranks) < everyone else (),
         **{name: column[index] for name, column in columns.items()},
     )
-
-
-def _copies(role: NDArray[np.int64], shown: dict[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Each shown rank's spans, given the role of every span; and the rank of each of them."""
-    order = np.argsort(role, kind="stable")
-    edges = np.searchsorted(role[order], np.arange(max(shown.values()) + 2))
-    picked = [order[edges[number] : edges[number + 1]] for number in shown.values()]
-    return np.concatenate(picked), np.repeat(np.array(list(shown), np.int32), [len(part) for part in picked])

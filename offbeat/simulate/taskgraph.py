@@ -77,7 +77,10 @@ class TaskGraph:
                 raise OffbeatError("duration_seconds: the sum of all durations and lags is not a finite number")
         priorities = None if priority is None else _column(priority, "priority", tasks)
         devices = _column(device, "device", tasks)
-        first_edge, successor, indegree = _rows(_pairs(edges, tasks), tasks)
+        pairs = _pairs(edges, tasks)
+        outdegree, indegree = (np.bincount(ends, minlength=tasks).astype(np.int32) for ends in pairs.T)
+        first_edge = np.concatenate(([0], np.cumsum(outdegree))).astype(np.int32)
+        successor = _successors(pairs, first_edge)
         topological = np.empty(tasks, np.int32)
         sorted_tasks = _sort(first_edge, successor, indegree.copy(), topological)
         if sorted_tasks < tasks:
@@ -230,21 +233,14 @@ def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints) 
 
 
 @compiled
-def _rows(edges, tasks):
-    first_edge = np.zeros(tasks + 1, np.int32)
-    indegree = np.zeros(tasks, np.int32)
+def _successors(edges, first_edge):
     successor = np.empty(edges.shape[0], np.int32)
-    for e in range(edges.shape[0]):
-        first_edge[edges[e, 0] + 1] += 1
-        indegree[edges[e, 1]] += 1
-    for i in range(tasks):
-        first_edge[i + 1] += first_edge[i]
-    place = first_edge[:tasks].copy()
+    place = first_edge[:-1].copy()
     for e in range(edges.shape[0]):
         before = edges[e, 0]
         successor[place[before]] = edges[e, 1]
         place[before] += 1
-    return first_edge, successor, indegree
+    return successor
 
 
 @compiled
