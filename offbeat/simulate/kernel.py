@@ -306,18 +306,15 @@ def _run(
         count, instant = 0, True
         while instant:
             count = _gather(moment, batch[0], count, events, tasks, devices, ties, counters)
-            chosen = 0
+            chosen, instant = 0, False
             for k in range(count):
                 head = _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters)
-                if head >= 0 and moment + tasks[head].duration == moment:
+                takes_none = head >= 0 and moment + tasks[head].duration == moment
+                if takes_none and not instant:
+                    chosen, instant = 0, True
+                if head >= 0 and takes_none == instant:
                     batch[1, chosen] = batch[0, k]
                     chosen += 1
-            instant = chosen > 0
-            if not instant:
-                for k in range(count):
-                    if _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters) >= 0:
-                        batch[1, chosen] = batch[0, k]
-                        chosen += 1
             for k in range(chosen):
                 device = batch[1, k]
                 batch[1, k] = _take(

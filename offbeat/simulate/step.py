@@ -146,11 +146,16 @@ class Steps:
 
     def _step(self, step: int) -> list[int]:
         first = []
+        settles = self.program.settles if step and not self.program.barrier else ()
         for role in range(len(self.roles.ranks)):
             first.append(len(self.tasks))
             if self.costs.gap_seconds:
                 self._compute(role, step, "other", "between steps", self.costs.gap_seconds)
-            self._forward(role, step)
+            waited = deque(self.program.components[number] for number in settles)
+            for slot in range(self.program.ahead):
+                while waited and waited[0].slot == slot:
+                    self._settle(role, step - 1, waited.popleft(), step)
+                self._slot(role, step, slot)
         behind = range(self.program.ahead, len(self.program.slots))
         ready = [[self._slot(role, step, slot) for slot in behind] for role in range(len(self.roles.ranks))]
         for position, send in self.sends:
@@ -171,14 +176,6 @@ class Steps:
     def _slot(self, role: int, step: int, number: int) -> int:
         slot = self.program.slots[number]
         return self._compute(role, step, slot.phase, slot.name, self.seconds[role][slot.segment])
-
-    def _forward(self, role: int, step: int) -> None:
-        settles = self.program.settles if step and not self.program.barrier else ()
-        waited = deque(self.program.components[number] for number in settles)
-        for number in range(self.program.ahead):
-            while waited and waited[0].slot == number:
-                self._settle(role, step - 1, waited.popleft(), step)
-            self._slot(role, step, number)
 
     def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
         """Waits for a component that was sent in step `sent`, and applies what every replica applies."""
