@@ -9,8 +9,7 @@ runs it. `tests/unit/replay_reference.py` says the same in plain Python.
 
 One heap holds the devices by the next moment at which each can start something (an event that an earlier one has
 replaced is skipped); each device has a heap of its tasks by ready time and, if there are priorities, one of those that
-are ready by now. Tasks on no device need no event: their
-times are known as soon as those of all they wait for are.
+are ready by now. Tasks on no device need no event: their times are known as soon as those of all they wait for are.
 """
 
 # ruff: noqa: PLR0917 - compiled code passes many arrays one by one for free, and in a tuple at a high price
@@ -96,7 +95,7 @@ def replay(graph: TaskGraph) -> Replay:
     """The step as it would run. The result does not depend on the order in which tasks and edges were listed."""
     start, end, order = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), np.int32)
     later, now = (np.empty(length, _QUEUED) for length in (len(graph), 0 if graph.priority is None else len(graph)))
-    # Each task's coming and each one's end may make an event.
+    # A device gets an event when a task is queued for it, and another when it has started one.
     events, stack = np.empty(2 * len(graph), _QUEUED), np.empty(max(1, len(graph)), np.int32)
     batch = np.empty((2, len(graph.device_first)), np.int32)
     edges = graph.first_edge, graph.successor
