@@ -52,7 +52,7 @@ def training(ranks: int, steps: int, segments: int, groups: int, gradient_bytes:
     """Each rank's compute is a chain; the backward half releases the groups evenly, and the next step waits for all."""
     rng = np.random.default_rng(0)
     builder = GraphBuilder()
-    links = Links.make(np.arange(ranks) + ranks, 8 / 100e9, 5e-6)
+    links = Links(np.arange(ranks) + ranks, 8 / 100e9, 5e-6)
     gradients = np.array_split(rng.dirichlet(np.ones(MESSAGES)) * gradient_bytes, groups)
     share = [float(group.sum()) for group in gradients]
     releases = np.linspace(segments // 2, segments - 1, groups).astype(int)

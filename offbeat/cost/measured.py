@@ -9,7 +9,7 @@ while their bytes are on the wire (`in_a_row`).
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictBool, TypeAdapter
@@ -70,6 +70,11 @@ class Costs:
     """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
     """Factor on the compute of single ranks, for stragglers."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """On the seconds of collectives, as trials have shown: 'rooted' of those to or from one rank, 'ring' of the others,
+    and 'shared' of all where several are in flight. Not kept in files, nor is `call_seconds`."""
+    call_seconds: float = 0.0
+    """More for each collective."""
 
     def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Costs":
         """The same on links with so many times the bandwidth and the latency."""
@@ -81,21 +86,26 @@ class Costs:
         }
         return replace(self, collectives=fits)
 
-    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        """(seconds for which a task among equals takes the link, seconds until its result is there after that)."""
+    def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float, float]:
+        """(seconds for which a task among equals takes the link, seconds until its result is there after that, and of
+        the first those that pass without a byte of its own where others are in flight)."""
         if len(task.ranks) < 2 or task.kind == "update":
-            return 0.0, 0.0
-        factor, more = self.slowdown(task.kind, in_flight)
+            return 0.0, 0.0, 0.0
         fit = self.collectives.get((task.kind, len(task.ranks)))
         if fit is not None:
             taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
+            overhead = fit.overhead_seconds
         else:
             constant = links.constant(task.kind, task.ranks, task.root)
             alone = links.seconds(task.kind, task.ranks, task.wire_bytes, task.root)
             taken, hidden = max(constant, alone), constant * OVERLAPPED_SHARE
+            overhead = constant * (1 - OVERLAPPED_SHARE)
         if not taken:
-            return 0.0, 0.0
-        return ((taken - hidden) * factor + more, hidden) if in_flight > 1 else (taken * factor + more, 0.0)
+            return 0.0, 0.0, 0.0
+        factor, more = self.slowdown(task.kind, in_flight)
+        if in_flight < 2:
+            return taken * factor + more, 0.0, overhead
+        return (taken - hidden) * factor + more, hidden, overhead
 
     def goes_straight(self, task: Task) -> bool:
         """Whether ranks' links are taken for different times, each in one direction (`straight_seconds`)."""
@@ -115,16 +125,10 @@ class Costs:
 
     def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
         """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
-        return 1.0, 0.0
-
-    def overhead(self, task: Task, links: Collectives) -> float:
-        """The part of the seconds for which a task in a row takes the link that passes without a byte of its own."""
-        if len(task.ranks) < 2 or task.kind == "update":
-            return 0.0
-        fit = self.collectives.get((task.kind, len(task.ranks)))
-        if fit is not None:
-            return fit.overhead_seconds
-        return links.constant(task.kind, task.ranks, task.root) * (1 - OVERLAPPED_SHARE)
+        factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
+        if in_flight > 1:
+            factor *= self.factors.get("shared", 1.0)
+        return factor, self.call_seconds
 
     def update(self, bytes_updated: float, estimate: float) -> float:
         """Seconds of one optimizer call on so many bytes of variables."""
@@ -138,7 +142,7 @@ class Costs:
             {"kind": kind, "participants": participants, **asdict(fit)}
             for (kind, participants), fit in sorted(self.collectives.items())
         ]
-        return _FORM.dump_python(replace(self, collectives={}), mode="json") | {"collectives": rows}
+        return {"collectives": rows} | _FORM.dump_python(self, mode="json", exclude=set(_NOT_IN_FORM))
 
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
@@ -149,29 +153,7 @@ class Costs:
                 (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
                 for row in rows
             }
-            return replace(_FORM.validate_python({**raw, "collectives": {}}), collectives=fits)
-
-
-@dataclass(frozen=True)
-class FittedCosts(Costs):
-    """Costs whose collectives take longer or shorter than described."""
-
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """On the seconds of collectives: 'rooted' of those to or from one rank, 'ring' of the others, and 'shared' of all
-    where several are in flight."""
-    call_seconds: float = 0.0
-    """More for each collective."""
-
-    @classmethod
-    def of(cls, costs: Costs, **changes: Any) -> "FittedCosts":
-        """Plain costs with some values changed."""
-        return cls(**{each.name: getattr(costs, each.name) for each in fields(Costs)} | changes)
-
-    def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
-        factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
-        if in_flight > 1:
-            factor *= self.factors.get("shared", 1.0)
-        return factor, self.call_seconds
+            return replace(_FORM.validate_python(raw | _NOT_IN_FORM), collectives=fits)
 
 
 Duration = Annotated[float, Field(ge=0, lt=1e9)]
@@ -190,6 +172,7 @@ class _Rows(BaseModel):
 
 
 _FORM = TypeAdapter(Costs)
+_NOT_IN_FORM: dict[str, Any] = {"collectives": {}, "factors": {}, "call_seconds": 0.0}
 
 
 def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:
@@ -223,9 +206,9 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
             for rank in task.ranks:
                 busy[rank, task.fills_incoming(rank)] += costs.straight_seconds(task, rank, links, in_flight)[1]
             continue
-        seconds, _ = costs.collective(task, links, in_flight)
+        seconds, _, overhead = costs.collective(task, links, in_flight)
         if in_flight > 1:
-            seconds = max(0.0, seconds - costs.overhead(task, links))
+            seconds = max(0.0, seconds - overhead)
         if len(task.ranks) == len(plan.replicas):
             everyone += seconds
         else:

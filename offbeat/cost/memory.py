@@ -217,13 +217,13 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64],
         if segment.microbatch == 0
         for name in segment.operators
     ]
-    results = _results(order)
-    _assign_gradients(plan.graph, order, results)
+    results, latest = _results(order)
+    _assign_gradients(plan.graph, latest)
     count = plan.strategy.accumulation
     length = len(order)
     activations, gradients = np.zeros(length + 1, np.int64), np.zeros(length + 1, np.int64)
     kept_until = _gradient_ends(plan, results, length, runtime)
-    for result in {id(result): result for result in results.values()}.values():
+    for result in results:
         share = 1 if result.of_weights else count
         # A sum that takes over the memory of its first term allocates nothing until that is free.
         in_place = result.summed_into is not None and result.summed_into.kept_until == result.made
@@ -254,13 +254,11 @@ def _hold(changes: NDArray[np.int64], first: int, last: int, size: int) -> None:
     changes[last + 1] -= size
 
 
-def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
-    """What each position's operator leaves: memory of its own, or that of the result it is a view of.
-
-    An operator that runs again leaves a new result, which is the one that later readers read.
-    """
+def _results(order: list[tuple[Operator, bool]]) -> tuple[list[_Result], dict[str, _Result | None]]:
+    """All memory that operators allocate; and what each leaves: memory of its own, or that of the result it is a view
+    of. An operator that runs again leaves a new result, which is the one that later readers read."""
     latest: dict[str, _Result | None] = {}
-    results: dict[int, _Result] = {}
+    results: list[_Result] = []
     for position, (operator, forward) in enumerate(order):
         sources = tuple(source for name in operator.inputs if (source := latest.get(name)) is not None)
         for source in sources:
@@ -277,20 +275,18 @@ def _results(order: list[tuple[Operator, bool]]) -> dict[int, _Result]:
             # Autocast's copy of a weight has no batch dimension.
             cast = operator.target.startswith("aten._to_copy") and bool(operator.variables) and not operator.inputs
             viewed = _Result(operator, position, position, position, sources, into, of_weights=cast)
+            results.append(viewed)
         latest[operator.name] = viewed
-        if viewed is not None:
-            results[position] = viewed
-    return results
+    return results, latest
 
 
-def _assign_gradients(graph: ModelGraph, order: list[tuple[Operator, bool]], results: dict[int, _Result]) -> None:
+def _assign_gradients(graph: ModelGraph, latest: dict[str, _Result | None]) -> None:
     """Gives each result the variables whose gradient it is.
 
     The terms of such a sum (tied weights), and what the gradient was cast from, are shaped like the weight.
     """
-    position = {operator.name: place for place, (operator, _) in enumerate(order)}
     for variable in graph.gradient_order:
-        result = results.get(position.get(variable.gradient_from or "", -1))
+        result = latest.get(variable.gradient_from or "")
         if result is not None and result.operator.phase == "backward":
             result.gradients.append(variable)
             terms = [result]
@@ -302,9 +298,9 @@ def _assign_gradients(graph: ModelGraph, order: list[tuple[Operator, bool]], res
                     terms += term.sources
 
 
-def _gradient_ends(plan: Plan, results: dict[int, _Result], length: int, runtime: Runtime) -> dict[str, int]:
+def _gradient_ends(plan: Plan, results: list[_Result], length: int, runtime: Runtime) -> dict[str, int]:
     """Position up to which autograd's own gradient of each variable is held."""
-    made = {v.name: result.made for result in results.values() for v in result.gradients}
+    made = {v.name: result.made for result in results for v in result.gradients}
     if runtime == "torch":
         return dict.fromkeys(made, length - 1)
     ends: dict[str, int] = {}

@@ -5,7 +5,6 @@ from itertools import groupby
 
 from offbeat.errors import StrategyError
 from offbeat.graph.coarsen import segments
-from offbeat.graph.model import Operator
 from offbeat.plan.model import Draft, Segment
 
 
@@ -36,15 +35,16 @@ def fuse(draft: Draft) -> None:
     """
     for number, region in enumerate(draft.strategy.fusion):
         merged: list[Segment] = []
-        for (inside, _), run in groupby(draft.segments, key=lambda s: (_inside(draft, s, region), s.phase)):
+        for (inside, _), run in groupby(draft.segments, key=lambda s: (all(_inside(draft, s, *region)), s.phase)):
             segments = list(run)
             merged.extend([_merge(draft, number, segments)] if inside else segments)
         draft.segments[:] = merged
 
 
-def _inside(draft: Draft, segment: Segment, region: tuple[str, ...]) -> bool:
+def _inside(draft: Draft, segment: Segment, *paths: str) -> list[bool]:
+    """Whether each of a segment's operators lies in one of some modules; none of them do when it is recomputed."""
     modules = (draft.graph.operator(name).module for name in segment.operators)
-    return not segment.recomputed and all(any(within(module, path) for path in region) for module in modules)
+    return [not segment.recomputed and any(within(module, path) for path in paths) for module in modules]
 
 
 def _merge(draft: Draft, number: int, segments: list[Segment]) -> Segment:
@@ -75,14 +75,25 @@ def recompute(draft: Draft) -> None:
         inside = [operator for operator in draft.graph.phase("forward") if within(operator.module, path)]
         dropped = {operator.name: operator.activation_bytes for operator in inside}
         inputs = {name for operator in inside for name in operator.inputs if name not in dropped}
-        position = _first_backward(draft, path)
+        backward = (n for n, s in enumerate(draft.segments) if s.phase == "backward" and any(_inside(draft, s, path)))
+        position = next(backward, None)
         if not inside or position is None:
             continue
         draft.segments[:] = [
             _kept(draft, segment, dropped, inputs) if segment.phase == "forward" else segment
             for segment in draft.segments
         ]
-        draft.segments.insert(position, _second_forward(path, inside))
+        again = Segment(
+            name=f"recompute.{path}",
+            phase="backward",
+            operators=tuple(operator.name for operator in inside),
+            flops=sum(operator.flops for operator in inside),
+            bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in inside),
+            activation_bytes=sum(operator.activation_bytes for operator in inside),
+            seconds=_total([operator.seconds for operator in inside]),
+            recomputed=True,
+        )
+        draft.segments.insert(position, again)
 
 
 def accumulate(draft: Draft) -> None:
@@ -121,14 +132,6 @@ def within(module: str, path: str) -> bool:
     return module == path or module.startswith(f"{path}.")
 
 
-def _first_backward(draft: Draft, path: str) -> int | None:
-    def inside(segment: Segment) -> bool:
-        return any(within(draft.graph.operator(name).module, path) for name in segment.operators)
-
-    backward = (n for n, s in enumerate(draft.segments) if s.phase == "backward" and not s.recomputed and inside(s))
-    return next(backward, None)
-
-
 def _kept(draft: Draft, segment: Segment, dropped: dict[str, int], inputs: set[str]) -> Segment:
     """A forward segment that keeps the module's inputs, where nothing else kept them, and not what is dropped."""
     freed = sum(dropped.get(name, 0) for name in segment.operators)
@@ -136,16 +139,3 @@ def _kept(draft: Draft, segment: Segment, dropped: dict[str, int], inputs: set[s
     extra = sum(output.bytes for operator in read if operator.activation_bytes == 0 for output in operator.outputs)
     left = max(0.0, segment.activation_bytes - freed) if freed else segment.activation_bytes
     return replace(segment, activation_bytes=left + extra)
-
-
-def _second_forward(path: str, inside: list[Operator]) -> Segment:
-    return Segment(
-        name=f"recompute.{path}",
-        phase="backward",
-        operators=tuple(operator.name for operator in inside),
-        flops=sum(operator.flops for operator in inside),
-        bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in inside),
-        activation_bytes=sum(operator.activation_bytes for operator in inside),
-        seconds=_total([operator.seconds for operator in inside]),
-        recomputed=True,
-    )

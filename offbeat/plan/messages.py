@@ -29,10 +29,10 @@ def boxes(shape: tuple[int, ...], config: VariableConfig) -> list[tuple[tuple[in
     """The box of each shard, in row-major order."""
     if not config.partition:
         return [tuple((0, length) for length in shape)]
-    ranges = []
-    for axis, (length, parts) in enumerate(zip(shape, config.partition, strict=True)):
-        given = list(pairwise((0, *config.cuts[axis], length))) if config.cuts else None
-        ranges.append(given or even_ranges(length, parts))
+    ranges = (
+        pairwise((0, *config.cuts[axis], length)) if config.cuts else even_ranges(length, parts)
+        for axis, (length, parts) in enumerate(zip(shape, config.partition, strict=True))
+    )
     return list(product(*ranges))
 
 

@@ -115,7 +115,11 @@ def applied_as_it_arrives(graph: ModelGraph, carrier: Message | Shard) -> bool:
 
 def program_of(plan: Plan) -> StepProgram:
     """The plan's step; `Plan.program` keeps it."""
-    slots, ahead = _slots(plan)
+    behind = [s.phase != "forward" or s.recomputed or s.microbatch > 0 for s in plan.segments]
+    slots = tuple(
+        Slot(number, "forward" if segment.phase == "forward" else "backward", segment.name)
+        for number, segment in sorted(enumerate(plan.segments), key=lambda item: behind[item[0]])
+    )
     uses = _uses(plan, slots)
     sends = tuple(
         Issue(task, _regime(plan, task), max((uses[name].completed for name in task.waits_for), default=0))
@@ -130,11 +134,19 @@ def program_of(plan: Plan) -> StepProgram:
     slices = _slices(plan, sends)
     return StepProgram(
         slots=slots,
-        ahead=ahead,
+        ahead=behind.count(False),
         uses=uses,
         sends=sends,
         components=tuple(
-            _component(plan, group, use.read, slices) for group, use in zip(plan.components, first, strict=True)
+            Component(
+                messages=group,
+                slot=use.read,
+                applied=tuple(index for index in group if plan.messages[index].replicated),
+                slices=slices.get(group[0], ()),
+                staleness=max(plan.messages[index].staleness for index in group),
+                asynchronous=any(plan.messages[index].asynchronous for index in group),
+            )
+            for group, use in zip(plan.components, first, strict=True)
         ),
         # By the first slot that reads any of their variables, and by the variable's place there.
         settles=tuple(sorted(range(len(first)), key=lambda number: first[number][:2])),
@@ -148,13 +160,6 @@ def program_of(plan: Plan) -> StepProgram:
         carriers=carriers,
         awaited=tuple(len(message.variables) for message in plan.messages),
     )
-
-
-def _slots(plan: Plan) -> tuple[tuple[Slot, ...], int]:
-    """The slots, and how many of them are the forward before the first backward."""
-    slots = [Slot(i, "forward" if s.phase == "forward" else "backward", s.name) for i, s in enumerate(plan.segments)]
-    behind = [s.phase != "forward" or s.recomputed or s.microbatch > 0 for s in plan.segments]
-    return tuple(sorted(slots, key=lambda slot: behind[slot.segment])), behind.count(False)
 
 
 def _uses(plan: Plan, slots: tuple[Slot, ...]) -> dict[str, Use]:
@@ -173,18 +178,6 @@ def _uses(plan: Plan, slots: tuple[Slot, ...]) -> dict[str, Use]:
 def _regime(plan: Plan, task: Task) -> Regime:
     message = plan.messages[task.message]
     return "asynchronous" if message.asynchronous else "stale" if message.staleness else "synchronous"
-
-
-def _component(plan: Plan, group: tuple[int, ...], slot: int, slices: Mapping[int, tuple[Task, ...]]) -> Component:
-    messages = [plan.messages[index] for index in group]
-    return Component(
-        messages=group,
-        slot=slot,
-        applied=tuple(message.index for message in messages if message.replicated),
-        slices=slices.get(group[0], ()),
-        staleness=max(message.staleness for message in messages),
-        asynchronous=any(message.asynchronous for message in messages),
-    )
 
 
 def _slices(plan: Plan, sends: tuple[Issue, ...]) -> dict[int, tuple[Task, ...]]:

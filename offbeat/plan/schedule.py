@@ -7,9 +7,9 @@ estimated durations. The order does not depend on the rank it is derived for.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from offbeat.errors import StrategyError
 from offbeat.graph.model import ITEM_BYTES
@@ -27,8 +27,7 @@ def sliceable(carrier: Message | Shard) -> bool:
     return carrier.synchronizer in _SLICED and carrier.encoder.sliceable
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One slice of one stage of one message."""
 
     message: int
@@ -135,7 +134,12 @@ def _issue_order(draft: Draft) -> list[Job]:
             follows.extend([previous] * len(ranges))
             # A stage starts when the last slice of the one before has ended.
             previous = len(jobs) - 1
-    ready_of = _gradient_seconds(draft)
+    # Seconds after the start of the step at which each gradient is complete on the slowest device.
+    node = min((draft.cluster.device_of(rank) for rank in draft.replicas), key=lambda node: node.peak_flops)
+    clock, ready_of = 0.0, dict[str, float]()
+    for segment in draft.segments:
+        clock += segment.estimate(node.peak_flops, node.memory_bandwidth)
+        ready_of |= dict.fromkeys(segment.completes, clock)
     ready = [max(ready_of[name] for name in draft.messages[job.message].variables) for job in jobs]
     if explicit:
         group_of = {draft.messages[index].group: index for index in explicit}
@@ -186,17 +190,6 @@ def _explicit_slices(draft: Draft) -> dict[int, Ranges]:
         if len(covered) > 1 and not sliceable(message):
             raise StrategyError(f"schedule.order: group {message.group} cannot be cut into {len(covered)} slices")
     return slices
-
-
-def _gradient_seconds(draft: Draft) -> dict[str, float]:
-    """Seconds after the start of the step at which each variable's gradient is complete on the slowest device."""
-    node = min((draft.cluster.device_of(rank) for rank in draft.replicas), key=lambda node: node.peak_flops)
-    clock = 0.0
-    ready: dict[str, float] = {}
-    for segment in draft.segments:
-        clock += segment.estimate(node.peak_flops, node.memory_bandwidth)
-        ready |= dict.fromkeys(segment.completes, clock)
-    return ready
 
 
 def _job_seconds(draft: Draft, job: Job) -> float:

@@ -6,7 +6,6 @@ works on plain task graphs.
 
 import sys
 from types import ModuleType
-from typing import Any
 
 from offbeat.arguments import checked
 from offbeat.simulate.fast import step_seconds
@@ -18,11 +17,7 @@ __all__ = ["Replay", "TaskGraph", "replay", "simulate", "step_seconds"]
 
 
 class _Verb(ModuleType):
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return _checked(*arguments, **options)
-
-
-_checked = checked(simulate)
+    __call__ = staticmethod(checked(simulate))
 
 
 sys.modules[__name__].__class__ = _Verb

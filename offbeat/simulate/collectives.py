@@ -19,6 +19,7 @@ Time of each on an idle network with equal links, w ranks, α seconds of latency
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,28 +32,15 @@ Ids = NDArray[np.int64]
 PIECES = 8
 
 
-@dataclass(frozen=True)
-class Links:
-    """Each rank's outgoing link as a device number, its speed, and its incoming link where that one matters."""
+class Links(NamedTuple):
+    """Each rank's outgoing link as a device number, its speed, and its incoming link where that one matters.
+
+    One speed or one latency may stand for all ranks."""
 
     outgoing: Ids
-    seconds_per_byte: NDArray[np.float64]
-    latency_seconds: NDArray[np.float64]
+    seconds_per_byte: ArrayLike
+    latency_seconds: ArrayLike = 0.0
     incoming: Ids | None = None
-
-    @classmethod
-    def make(
-        cls,
-        outgoing: ArrayLike,
-        seconds_per_byte: ArrayLike,
-        latency_seconds: ArrayLike = 0.0,
-        incoming: Ids | None = None,
-    ) -> "Links":
-        """Links with one speed and one latency for all ranks, or one for each."""
-        devices = np.asarray(outgoing, np.int64)
-        values = (np.asarray(each, np.float64) for each in (seconds_per_byte, latency_seconds))
-        speed, latency = (np.broadcast_to(each, devices.shape) for each in values)
-        return cls(devices, speed, latency, incoming)
 
 
 @dataclass
@@ -122,8 +110,9 @@ def add_collective(
     rank, the task at whose end, seen after its lag, the rank has its result, or has sent what it has to send.
     """
     width = len(links.outgoing)
-    waits = np.broadcast_to(np.asarray(ready, np.int64), (width,))
-    added = _Collective(builder, links, waits, priority, builder.collectives)
+    given = ready, links.seconds_per_byte, links.latency_seconds
+    waits, per_byte, latency = (np.broadcast_to(each, (width,)) for each in given)
+    added = _Collective(builder, links, per_byte, latency, waits, priority, builder.collectives)
     builder.collectives += 1
     match kind:
         case "all_reduce":
@@ -146,6 +135,8 @@ def add_collective(
 class _Collective:
     builder: GraphBuilder
     links: Links
+    per_byte: NDArray[np.float64]
+    latency: NDArray[np.float64]
     waits: Ids
     priority: float
     number: int
@@ -157,8 +148,8 @@ class _Collective:
             return self.builder.join(self.waits[None])
         ranks, steps = np.arange(width), np.arange(rounds * (width - 1))[:, None]
         label = self._label((ranks - steps) % width, steps)
-        duration = chunk_bytes * self.links.seconds_per_byte
-        sends = self.builder.add(duration, self.links.outgoing, self.links.latency_seconds, self.priority, label)
+        duration = chunk_bytes * self.per_byte
+        sends = self.builder.add(duration, self.links.outgoing, self.latency, self.priority, label)
         self.builder.connect(np.roll(sends[:-1], 1, axis=1), sends[1:])
         # Until the reduction is complete, whatever arrives at a rank that is late waits there for the rank's own part.
         self.builder.connect(self.waits, sends[:width])
@@ -199,14 +190,14 @@ class _Collective:
         links, add = self.links, self.builder.add
         piece = np.arange(1 if links.incoming is None else PIECES)[:, None]
         piece_bytes, label = size / len(piece), label + piece
-        seconds = piece_bytes * links.seconds_per_byte[senders]
+        seconds = piece_bytes * self.per_byte[senders]
         sends = add(seconds, links.outgoing[senders], 0.0, self.priority, label)
         self.builder.connect(waits[:, None, :], sends)
-        arrivals = add(links.latency_seconds[senders], -1, 0.0, self.priority, label)
+        arrivals = add(self.latency[senders], -1, 0.0, self.priority, label)
         self.builder.connect(sends, arrivals)
         if links.incoming is None:
             return arrivals[0]
-        seconds = piece_bytes * links.seconds_per_byte[receivers]
+        seconds = piece_bytes * self.per_byte[receivers]
         receives = add(seconds, links.incoming[receivers], 0.0, self.priority, label)
         self.builder.connect(arrivals, receives)
         return self.builder.join(receives)

@@ -10,13 +10,13 @@ for the collective alone to last as long as it did.
 """
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from offbeat.cost.measured import Costs
 from offbeat.cost.tables import latency_steps
 from offbeat.plan import Plan, Task
 from offbeat.plan.model import sent_per_byte
-from offbeat.simulate.collectives import PIECES, GraphBuilder, Ids, Links, add_collective
+from offbeat.simulate.collectives import PIECES, GraphBuilder, Links, add_collective
 from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Roles
 from offbeat.simulate.step import Steps
@@ -68,9 +68,16 @@ class ExpandedSteps(Steps):
         ready = {role: self._join(role, step, "ready", [after[role]]) for role in roles}
         gates = [self._release(step, role, ready[role], task.lane) for role in roles]
         self.issued += 1
-        done = self._expand(task, np.array(gates, np.int64))
-        for role, gate, end in zip(roles, gates, done.tolist(), strict=True):
-            part = self._part(step, position, role, ready[role], [end])
+        straight = {"broadcast": "pull", "reduce": "push"} if self.costs.straight else {}
+        kind = straight.get(task.kind, "push" if task.kind == "gather" else task.kind)
+        root = task.ranks.index(task.root) if task.root is not None else 0
+        if len(roles) > 1:
+            what = kind, self._links_of(task), float(task.wire_bytes), gates, root, CHAIN_CHUNKS, float(self.issued)
+            ends = add_collective(self.messages, *what).tolist()
+        else:
+            ends = gates
+        for role, gate, end in zip(roles, gates, ends, strict=True):
+            part = self._add(self._part(step, position).of(role, ready[role]), [end])
             self.released[part] = gate
             self.flights[task.lane, role].append(part)
             self.arrivals[step, role, task.message].append(part)
@@ -82,16 +89,6 @@ class ExpandedSteps(Steps):
         self.gates[queue] = self._join(role, step, "issue", [ready, self.gates.get(queue, -1), before])
         return self.gates[queue]
 
-    def _expand(self, task: Task, ready: Ids) -> Ids:
-        """Per participant, in the order of `task.ranks`, the task at whose end its part is done."""
-        if len(task.ranks) < 2:
-            return ready
-        straight = {"broadcast": "pull", "reduce": "push"} if self.costs.straight else {}
-        kind = straight.get(task.kind, "push" if task.kind == "gather" else task.kind)
-        root = task.ranks.index(task.root) if task.root is not None else 0
-        size, urgency = float(task.wire_bytes), float(self.issued)
-        return add_collective(self.messages, kind, self._links_of(task), size, ready, root, CHAIN_CHUNKS, urgency)
-
     def _links_of(self, task: Task) -> Links:
         key = (task.kind, task.ranks, task.root)
         if key not in self.links:
@@ -102,8 +99,8 @@ class ExpandedSteps(Steps):
             if fit is not None:
                 # What goes straight fills the root's link with everybody's bytes.
                 bytes_factor, steps = (len(task.ranks) - 1, 1) if straight else lone_cost(task.kind, len(task.ranks))
-                per_byte: object = fit.seconds_per_byte / bytes_factor
-                latency: object = (fit.overhead_seconds + fit.latency_seconds) / steps
+                per_byte: ArrayLike = fit.seconds_per_byte / bytes_factor
+                latency: ArrayLike = (fit.overhead_seconds + fit.latency_seconds) / steps
             else:
                 cluster, ring = self.plan.cluster, task.ranks
                 goals = [task.root] * len(ring) if rooted else [*ring[1:], ring[0]]
@@ -114,7 +111,7 @@ class ExpandedSteps(Steps):
                 latency = [cluster.latency(a, b) for a, b in hops]  # type: ignore[arg-type] # roots are ranks
             # Odd numbers, as all links have, behind those of the outgoing ones.
             incoming = 2 * (len(self.roles.ranks) + roles) + 1 if rooted else None
-            self.links[key] = Links.make(2 * roles + 1, per_byte, latency, incoming)  # type: ignore[arg-type]
+            self.links[key] = Links(2 * roles + 1, np.asarray(per_byte), np.asarray(latency), incoming)
         return self.links[key]
 
 

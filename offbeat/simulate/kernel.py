@@ -7,9 +7,9 @@ earliest ready, then by the graph's tie keys. All that becomes ready at t is kno
 that takes no time ends at t, so such tasks run first, in rounds in which every free device whose choice is one of them
 runs it. `tests/unit/replay_reference.py` says the same in plain Python.
 
-One heap holds the devices by the next moment at which each can start something; each device has a heap of its tasks by
-ready time and, if there are priorities, one of those that are ready by now. Tasks on no device need no event: their
-times are known as soon as those of all they wait for are.
+One heap holds the devices by the next moment at which each can start something (an event that an earlier one has
+replaced is skipped); each device has a heap of its tasks by ready time and, if there are priorities, one of those that
+are ready by now. Tasks on no device need no event: their times are known as soon as those of all they wait for are.
 """
 
 # ruff: noqa: PLR0917 - compiled code passes many arrays one by one for free, and in a tuple at a high price
@@ -48,11 +48,10 @@ def _inlined(function: Any) -> Any:
 _TASK = np.dtype(
     [("ready", "f8"), ("duration", "f8"), ("lag", "f8"), ("priority", "f8"), ("waits_for", "i4"), ("device", "i4")]
 )
-_DEVICE = np.dtype([("free", "f8"), ("base", "i8"), ("later", "i4"), ("now", "i4"), ("place", "i4")])
+# `choice` is when a device chooses next: -inf while it is choosing, inf while nothing is queued for it.
+_DEVICE = np.dtype([("free", "f8"), ("choice", "f8"), ("base", "i8"), ("later", "i4"), ("now", "i4")])
+# Entries of a heap: a device's tasks by ready time or by priority; devices by the time of an event.
 _QUEUED = np.dtype([("key", "f8"), ("task", "i4"), ("_", "i4")])
-_EVENT = np.dtype([("time", "f8"), ("device", "i4"), ("_", "i4")])
-# Where a device may be other than in the heap of events.
-_IDLE, _CHOOSING = -1, -2
 # Entries of the kernel's counters: events in the heap, tasks started, whether a tie was left open.
 _EVENTS, _STARTED, _OPEN = 0, 1, 2
 # How a queue orders ties: not at all, by giving up, by tie_keys, by separated_keys.
@@ -96,17 +95,20 @@ def replay(graph: TaskGraph) -> Replay:
     """The step as it would run. The result does not depend on the order in which tasks and edges were listed."""
     start, end, order = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), np.int32)
     later, now = (np.empty(length, _QUEUED) for length in (len(graph), 0 if graph.priority is None else len(graph)))
-    events, stack = np.empty(len(graph.device_first), _EVENT), np.empty(max(1, len(graph)), np.int32)
+    # A device gets an event when a task is queued for it, and another when it has started one.
+    events, stack = np.empty(2 * len(graph), _QUEUED), np.empty(max(1, len(graph)), np.int32)
+    batch = np.empty((2, len(graph.device_first)), np.int32)
     edges = graph.first_edge, graph.successor
     for level, keys in _levels(graph):
-        (tasks, devices), counters = _rows(graph), np.zeros(3, np.int64)
+        tasks, devices = np.zeros(len(graph), _TASK), np.zeros(len(graph.device_first) - 1, _DEVICE)
+        tasks["duration"], tasks["lag"] = graph.duration_seconds, graph.lag_seconds
+        tasks["waits_for"], tasks["device"] = graph.indegree, graph.dense_device
+        tasks["priority"] = 0.0 if graph.priority is None else graph.priority
+        devices["base"], devices["choice"] = graph.device_first[:-1], np.inf
+        counters = np.zeros(3, np.int64)
         sources, loose = np.flatnonzero(graph.indegree == 0), _ANY if len(now) else level
         _begin(sources, *edges, tasks, devices, later, events, loose, keys, start, end, stack, counters)
-        state = *edges, tasks, devices, later, now, events, level, keys, start, end, order, stack, counters
-        if graph.has_instants:
-            _run_together(*state, np.empty((2, len(graph.device_first)), np.int32))
-        else:
-            _run(*state)
+        _run(*edges, tasks, devices, later, now, events, level, keys, start, end, order, stack, counters, batch)
         if not counters[_OPEN]:
             break
     return Replay(graph, start, end, order[: counters[_STARTED]])
@@ -123,24 +125,15 @@ def _levels(graph: TaskGraph) -> Iterator[tuple[int, NDArray[np.void]]]:
     yield _SEPARATED, graph.separated_keys
 
 
-def _rows(graph: TaskGraph) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """The kernel's state of each task and of each device before the first event."""
-    tasks, devices = np.zeros(len(graph), _TASK), np.zeros(len(graph.device_first) - 1, _DEVICE)
-    tasks["duration"], tasks["lag"] = graph.duration_seconds, graph.lag_seconds
-    tasks["waits_for"], tasks["device"] = graph.indegree, graph.dense_device
-    tasks["priority"] = 0.0 if graph.priority is None else graph.priority
-    devices["base"], devices["place"] = graph.device_first[:-1], _IDLE
-    return tasks, devices
-
-
 @_uncounted
 def _breaks_tie(a, b, tasks, level, ties, counters):
     """Whether task a leaves a queue before task b of the same key (ready time or priority)."""
+    if level == _ANY:
+        return False
     if tasks[a].ready != tasks[b].ready:
         return tasks[a].ready < tasks[b].ready
-    if level <= _NONE:
-        if level == _NONE:
-            counters[_OPEN] = 1
+    if level == _NONE:
+        counters[_OPEN] = 1
         return False
     if ties[a].tail_seconds != ties[b].tail_seconds:
         return ties[a].tail_seconds > ties[b].tail_seconds
@@ -202,57 +195,12 @@ def _pop(queue, base, size, tasks, level, ties, counters):
 
 
 @_inlined
-def _raise_event(events, devices, at, time, device):
-    """Puts an event at position `at` or, if it is earlier than those above, towards the root."""
-    while at > 0:
-        parent = (at - 1) >> 1
-        if events[parent].time <= time:
-            break
-        events[at].time = events[parent].time
-        events[at].device = events[parent].device
-        devices[events[at].device].place = at
-        at = parent
-    events[at].time = time
-    events[at].device = device
-    devices[device].place = at
-
-
-@_inlined
-def _replace_root(events, devices, size, time, device):
-    """Puts an event in the place of the root and moves it down to where it belongs."""
-    at, child = 0, 1
-    while child < size:
-        if child + 1 < size and events[child + 1].time < events[child].time:
-            child += 1
-        if events[child].time >= time:
-            break
-        events[at].time = events[child].time
-        events[at].device = events[child].device
-        devices[events[at].device].place = at
-        at = child
-        child = 2 * at + 1
-    events[at].time = time
-    events[at].device = device
-    devices[device].place = at
-
-
-@_uncounted
-def _drop_root(events, devices, counters):
-    counters[_EVENTS] -= 1
-    last = counters[_EVENTS]
-    if last > 0:
-        _replace_root(events, devices, last, events[last].time, events[last].device)
-
-
-@_inlined
-def _wake(device, time, events, devices, counters):
-    """Sees to it that a device which is not choosing right now gets to choose at `time`."""
-    place = devices[device].place
-    if place == _IDLE:
-        _raise_event(events, devices, counters[_EVENTS], time, device)
+def _wake(device, time, tasks, devices, events, ties, counters):
+    """Lets a device choose at `time`, unless it is choosing now or will earlier. A later event of its own is void."""
+    if time < devices[device].choice:
+        devices[device].choice = time
+        _push(events, 0, counters[_EVENTS], time, device, tasks, _ANY, ties, counters)
         counters[_EVENTS] += 1
-    elif place >= 0 and time < events[place].time:
-        _raise_event(events, devices, place, time, device)
 
 
 @_inlined
@@ -260,7 +208,7 @@ def _enqueue(task, moment, tasks, devices, later, events, level, ties, counters)
     device = tasks[task].device
     _push(later, devices[device].base, devices[device].later, moment, task, tasks, level, ties, counters)
     devices[device].later += 1
-    _wake(device, max(moment, devices[device].free), events, devices, counters)
+    _wake(device, max(moment, devices[device].free), tasks, devices, events, ties, counters)
 
 
 @_inlined
@@ -319,25 +267,17 @@ def _take(device, moment, tasks, devices, later, now, level, ties, start, end, o
     return task
 
 
-@_inlined
-def _next_choice(device, devices, later):
-    """When a device can start its next task, or infinity if none is known."""
-    if devices[device].now:
-        return devices[device].free
-    if devices[device].later:
-        return max(devices[device].free, later[devices[device].base].key)
-    return np.inf
-
-
 @_uncounted
-def _gather(moment, batch, count, events, devices, counters):
+def _gather(moment, batch, count, events, tasks, devices, ties, counters):
     """Moves the devices that choose at `moment` from the events to the batch; returns how many it holds then."""
-    while counters[_EVENTS] and events[0].time <= moment:
-        device = events[0].device
-        batch[count] = device
-        count += 1
-        _drop_root(events, devices, counters)
-        devices[device].place = _CHOOSING
+    while counters[_EVENTS] and events[0].key <= moment:
+        time = events[0].key
+        device = _pop(events, 0, counters[_EVENTS], tasks, _ANY, ties, counters)
+        counters[_EVENTS] -= 1
+        if devices[device].choice == time:
+            devices[device].choice = -np.inf
+            batch[count] = device
+            count += 1
     return count
 
 
@@ -353,50 +293,27 @@ def _begin(sources, first_edge, successor, tasks, devices, later, events, level,
 
 
 @_uncounted
-def _run(first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters):
-    """Fills start, end and order, or stops and sets _OPEN at a tie that this level does not order.
-
-    The device of the earliest event starts a task. It takes time, so that nothing else chosen now depends on it."""
-    loose = _ANY if len(now) else level  # With priorities, those decide.
-    while counters[_EVENTS] and not counters[_OPEN]:
-        device, moment = events[0].device, events[0].time
-        _head(device, moment, tasks, devices, later, now, level, ties, counters)
-        i = _take(device, moment, tasks, devices, later, now, level, ties, start, end, order, counters)
-        # Its event stays at the root meanwhile, where no later one can pass it.
-        devices[device].place = _CHOOSING
-        _release(i, first_edge, successor, tasks, devices, later, events, loose, ties, start, end, stack, counters)
-        again = _next_choice(device, devices, later)
-        if again < np.inf:
-            _replace_root(events, devices, counters[_EVENTS], again, device)
-        else:
-            devices[device].place = _IDLE
-            _drop_root(events, devices, counters)
-
-
-@_uncounted
-def _run_together(
+def _run(
     first_edge, successor, tasks, devices, later, now, events, level, ties, start, end, order, stack, counters, batch
 ):
-    """As `_run` where tasks may take no time: all devices that choose at the earliest moment do; choices that take no
-    time go first, in rounds."""
+    """Fills start, end and order, or stops and sets _OPEN at a tie that this level does not order.
+
+    All devices that choose at the earliest moment do; choices that take no time go first, in rounds."""
     loose = _ANY if len(now) else level  # With priorities, those decide.
     while counters[_EVENTS] and not counters[_OPEN]:
-        moment = events[0].time
+        moment = events[0].key
         count, instant = 0, True
-        while instant or count == 0:
-            count = _gather(moment, batch[0], count, events, devices, counters)
-            chosen = 0
+        while instant:
+            count = _gather(moment, batch[0], count, events, tasks, devices, ties, counters)
+            chosen, instant = 0, False
             for k in range(count):
                 head = _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters)
-                if head >= 0 and moment + tasks[head].duration == moment:
+                takes_none = head >= 0 and moment + tasks[head].duration == moment
+                if takes_none and not instant:
+                    chosen, instant = 0, True
+                if head >= 0 and takes_none == instant:
                     batch[1, chosen] = batch[0, k]
                     chosen += 1
-            instant = chosen > 0
-            if not instant:
-                for k in range(count):
-                    if _head(batch[0, k], moment, tasks, devices, later, now, level, ties, counters) >= 0:
-                        batch[1, chosen] = batch[0, k]
-                        chosen += 1
             for k in range(chosen):
                 device = batch[1, k]
                 batch[1, k] = _take(
@@ -408,10 +325,13 @@ def _run_together(
                     i, first_edge, successor, tasks, devices, later, events, loose, ties, start, end, stack, counters
                 )
         for k in range(count):
-            devices[batch[0, k]].place = _IDLE
-            again = _next_choice(batch[0, k], devices, later)
-            if again < np.inf:
-                _wake(batch[0, k], again, events, devices, counters)
+            device = batch[0, k]
+            devices[device].choice = np.inf
+            if devices[device].now:
+                _wake(device, devices[device].free, tasks, devices, events, ties, counters)
+            elif devices[device].later:
+                queued = later[devices[device].base].key
+                _wake(device, max(devices[device].free, queued), tasks, devices, events, ties, counters)
 
 
 @compiled

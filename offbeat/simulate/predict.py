@@ -8,7 +8,6 @@ segments by what overlapped in the round before.
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs
 from offbeat.cost.memory import peak_memory
@@ -16,8 +15,9 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
 from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.kernel import Replay, replay
-from offbeat.simulate.roles import Roles, find_roles
+from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import Steps
+from offbeat.simulate.taskgraph import Floats
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
@@ -78,9 +78,7 @@ def _replay_with_interference(built: Steps, interference: float) -> Replay:
     return result
 
 
-def busy_until(
-    start: NDArray[np.float64], end: NDArray[np.float64]
-) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+def busy_until(start: Floats, end: Floats) -> Callable[[Floats], Floats]:
     """A function of time: seconds up to it in which at least one of the intervals was open."""
     if not len(start):
         return lambda at: np.zeros(np.shape(at))
@@ -118,15 +116,20 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
     marks = np.column_stack((begins[:, shown:], end[built.host])) - zero
     # The last step has no successor to overlap with, so its end says nothing: repeat the step before it.
     marks[:, -1] = 2 * marks[:, -2] - marks[:, -3]
-    shown_ranks = _shown_ranks(roles)
-    index, copies = _copies(role, shown_ranks)
+    everyone = sum(map(len, roles.ranks))
+    shown_of = (ranks if everyone <= SHOWN_RANKS else ranks[:1] for ranks in roles.ranks)
+    shown_ranks = dict(sorted((rank, number) for number, ranks in enumerate(shown_of) for rank in ranks))
+    # Each shown rank has a copy of its role's spans.
+    order = np.argsort(role, kind="stable")
+    edges = np.searchsorted(role[order], np.arange(len(roles.ranks) + 1))
+    picked = [order[edges[number] : edges[number + 1]] for number in shown_ranks.values()]
+    index, copies = np.concatenate(picked), np.repeat(np.array(list(shown_ranks), np.int32), list(map(len, picked)))
     # The path stays with the ranks that stand for their roles.
     place = np.full(len(result.start), -1)
     standing = np.flatnonzero(np.isin(copies, roles.representatives))
     place[spans[index[standing]]] = standing
     path = place[result.critical_path()]
     peaks = [peak_memory(built.plan, rank).total for rank in roles.representatives] if memory else []
-    everyone = sum(map(len, roles.ranks))
     alike = f"{everyone} ranks in {len(roles.ranks)} roles: one rank of each is shown"
     return Timeline(
         names=tuple(names),
@@ -139,18 +142,3 @@ def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timelin
         notes=(alike,) if len(shown_ranks) < everyone else (),
         **{name: column[index] for name, column in columns.items()},
     )
-
-
-def _shown_ranks(roles: Roles) -> dict[int, int]:
-    """The ranks that a timeline shows, in order, and their roles: all of them or, of many, one for each role."""
-    few = sum(map(len, roles.ranks)) <= SHOWN_RANKS
-    shown = ((rank, number) for number, ranks in enumerate(roles.ranks) for rank in (ranks if few else ranks[:1]))
-    return dict(sorted(shown))
-
-
-def _copies(role: NDArray[np.int64], shown: dict[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Each shown rank's spans, given the role of every span; and the rank of each of them."""
-    order = np.argsort(role, kind="stable")
-    edges = np.searchsorted(role[order], np.arange(max(shown.values()) + 2))
-    picked = [order[edges[number] : edges[number + 1]] for number in shown.values()]
-    return np.concatenate(picked), np.repeat(np.array(list(shown), np.int32), [len(part) for part in picked])

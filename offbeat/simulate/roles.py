@@ -44,7 +44,16 @@ def find_roles(plan: Plan, compute_scale: Mapping[int, float], fold: bool = True
     members: dict[int, list[int]] = defaultdict(list)
     for rank, role in role_of.items():
         members[role].append(rank)
-    return Roles(tuple(tuple(ranks) for ranks in members.values()), _exchanges(plan, role_of))
+    grouped: dict[tuple[tuple[int, ...], int, int, int, str, int], list[Task]] = defaultdict(list)
+    for task in plan.tasks:
+        if len(task.ranks) == len(plan.replicas):
+            taking_part = tuple(members)
+        else:
+            taking_part = tuple(sorted({role_of[rank] for rank in task.ranks if rank in role_of}))
+        if taking_part:
+            grouped[taking_part, task.message, task.stage, task.start, task.kind, len(task.ranks)].append(task)
+    exchanges = tuple(Exchange(tasks[0], tuple(tasks), roles) for (roles, *_), tasks in grouped.items())
+    return Roles(tuple(tuple(ranks) for ranks in members.values()), exchanges)
 
 
 def _fold(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
@@ -73,16 +82,3 @@ def _fold(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, flo
 def _number(signatures: Mapping[int, Hashable]) -> dict[int, int]:
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(signature, len(numbers)) for rank, signature in signatures.items()}
-
-
-def _exchanges(plan: Plan, role_of: Mapping[int, int]) -> tuple[Exchange, ...]:
-    everyone = tuple(dict.fromkeys(role_of.values()))
-    grouped: dict[tuple[tuple[int, ...], int, int, int, str, int], list[Task]] = defaultdict(list)
-    for task in plan.tasks:
-        if len(task.ranks) == len(plan.replicas):
-            roles = everyone
-        else:
-            roles = tuple(sorted({role_of[rank] for rank in task.ranks if rank in role_of}))
-        if roles:
-            grouped[roles, task.message, task.stage, task.start, task.kind, len(task.ranks)].append(task)
-    return tuple(Exchange(tasks[0], tuple(tasks), roles) for (roles, *_), tasks in grouped.items())

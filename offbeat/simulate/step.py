@@ -40,6 +40,10 @@ class StepTask(NamedTuple):
     gate: int = -1
     """For a collective, the task whose end is the moment it could go; -1 for others."""
 
+    def of(self, role: int, gate: int, seconds: float = 0.0, device: int = -1, lag: float = 0.0) -> "StepTask":
+        """The part of one role in a collective."""
+        return self._replace(role=role, gate=gate, seconds=seconds, device=device, lag=lag)
+
 
 def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
     """Compute seconds of each role (row) in each segment (column)."""
@@ -62,9 +66,10 @@ def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> l
     rows: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, exchange in enumerate(exchanges):
         tasks = {task.ranks: task for task in exchange.same}.values()
-        price = max(costs.collective(task, links, in_flight) for task in tasks)
+        prices = [costs.collective(task, links, in_flight) for task in tasks]
+        price = max(price[:2] for price in prices)
         found.append(price)
-        overhead.append(min(price[0], costs.overhead(exchange.task, links)))
+        overhead.append(min(price[0], prices[0][2]))
         if sum(price) > 0:
             rows[exchange.task.lane, exchange.roles, len(exchange.task.ranks)].append(position)
     for row in rows.values():
@@ -141,11 +146,16 @@ class Steps:
 
     def _step(self, step: int) -> list[int]:
         first = []
+        settles = self.program.settles if step and not self.program.barrier else ()
         for role in range(len(self.roles.ranks)):
             first.append(len(self.tasks))
             if self.costs.gap_seconds:
                 self._compute(role, step, "other", "between steps", self.costs.gap_seconds)
-            self._forward(role, step)
+            waited = deque(self.program.components[number] for number in settles)
+            for slot in range(self.program.ahead):
+                while waited and waited[0].slot == slot:
+                    self._settle(role, step - 1, waited.popleft(), step)
+                self._slot(role, step, slot)
         behind = range(self.program.ahead, len(self.program.slots))
         ready = [[self._slot(role, step, slot) for slot in behind] for role in range(len(self.roles.ranks))]
         for position, send in self.sends:
@@ -166,14 +176,6 @@ class Steps:
     def _slot(self, role: int, step: int, number: int) -> int:
         slot = self.program.slots[number]
         return self._compute(role, step, slot.phase, slot.name, self.seconds[role][slot.segment])
-
-    def _forward(self, role: int, step: int) -> None:
-        settles = self.program.settles if step and not self.program.barrier else ()
-        waited = deque(self.program.components[number] for number in settles)
-        for number in range(self.program.ahead):
-            while waited and waited[0].slot == number:
-                self._settle(role, step - 1, waited.popleft(), step)
-            self._slot(role, step, number)
 
     def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
         """Waits for a component that was sent in step `sent`, and applies what every replica applies."""
@@ -201,35 +203,25 @@ class Steps:
         gate = self._join(exchange.roles[0], step, "issue", [*ready.values(), self.gates.get(queue, -1)])
         self.gates[queue] = gate
         self.issued += 1
+        part = self._part(step, position)._replace(priority=self.issued)
         if self.costs.goes_straight(exchange.task):
-            ends = self._send_straight(step, position, ready, gate, queue)
+            ends = self._send_straight(part, ready, gate, queue)
         elif self.two_ways:
-            ends = self._send_around(step, position, ready, gate, queue)
+            ends = self._send_around(part, ready, gate, queue)
         else:
             seconds, lag = self.cost[position]
             ends = {
-                role: self._part(step, position, role, queued, [gate], seconds, 2 * role + 1, lag)
+                role: self._add(part.of(role, queued, seconds, 2 * role + 1, lag), [gate])
                 for role, queued in ready.items()
             }
         for role, end in ends.items():
             self.flights[queue, role].append(end)
             self.arrivals[step, role, exchange.task.message].append(end)
 
-    def _part(
-        self,
-        step: int,
-        position: int,
-        role: int,
-        queued: int,
-        after: list[int],
-        seconds: float = 0.0,
-        device: int = -1,
-        lag: float = 0.0,
-    ) -> int:
-        """What a role has to do with a collective."""
-        task, urgency = self.roles.exchanges[position].task, self.issued if device >= 0 else 0
-        more = seconds, device, lag, urgency, task.wire_bytes, position, queued
-        return self._add(StepTask(role, step, "communication", task.name, *more), after)
+    def _part(self, step: int, position: int) -> StepTask:
+        """What any role has to do with a collective."""
+        task = self.roles.exchanges[position].task
+        return StepTask(-1, step, "communication", task.name, bytes=task.wire_bytes, exchange=position)
 
     def _outgoing(self, role: int) -> int:
         """The device of a role's link away from it, where the two directions are told apart."""
@@ -241,27 +233,27 @@ class Steps:
         before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
         return self._join(role, step, "begin", [gate, before], seconds)
 
-    def _send_around(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
+    def _send_around(self, part: StepTask, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
         """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
         the slowest link; a faster one it leaves to them for the rest of the time. Returns its end for each role."""
-        cluster, (seconds, lag) = self.plan.cluster, self.cost[position]
-        slowest = cluster.ring_bandwidth(self.roles.exchanges[position].task.ranks)
-        begun = [self._begin(step, role, gate, queue) for role in ready]
+        cluster, (seconds, lag) = self.plan.cluster, self.cost[part.exchange]
+        slowest = cluster.ring_bandwidth(self.roles.exchanges[part.exchange].task.ranks)
+        begun = [self._begin(part.step, role, gate, queue) for role in ready]
         parts = []
         for role, queued in ready.items():
             node = cluster.node_of(self.roles.ranks[role][0])
             taken = seconds * min(1.0, slowest / cluster.node_bandwidth(node))
-            parts.append(self._part(step, position, role, queued, begun, taken, 2 * role + 1))
-            back = StepTask(role, step, None, "other way", taken, self._outgoing(role), priority=self.issued)
+            parts.append(self._add(part.of(role, queued, taken, 2 * role + 1), begun))
+            back = StepTask(role, part.step, None, "other way", taken, self._outgoing(role), priority=self.issued)
             parts.append(self._add(back, begun))
-        return {role: self._join(role, step, "end", parts, lag) for role in ready}
+        return {role: self._join(role, part.step, "end", parts, lag) for role in ready}
 
-    def _send_straight(self, step: int, position: int, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
+    def _send_straight(self, part: StepTask, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
         """A collective to or from a root, which takes each role's link in one direction and for a time of its own.
 
         What a role sends may be on its way to one root while others' is still arriving at another.
         """
-        task = self.roles.exchanges[position].task
+        task = self.roles.exchanges[part.exchange].task
         root = next(role for role in ready if task.root in self.roles.ranks[role])
         price = {}
         for role in ready:
@@ -269,16 +261,16 @@ class Steps:
             members = set(self.roles.ranks[role])
             rank = next(rank for rank in (task.root, *task.ranks) if rank is not None and rank in members)
             price[role] = self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
-        begun = {role: self._begin(step, role, gate, queue, price[role][0]) for role in ready}
+        begun = {role: self._begin(part.step, role, gate, queue, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
             incoming = task.fills_incoming(task.root if role == root else None)
             device = 2 * role + 1 if incoming else self._outgoing(role)
-            parts[role] = self._part(step, position, role, queued, [begun[role], begun[root]], price[role][1], device)
+            parts[role] = self._add(part.of(role, queued, price[role][1], device), [begun[role], begun[root]])
         # All share the root's link: whoever receives from it has everything when the last one has.
         shared = [] if task.kind == "reduce" else [parts[root]]
         needed = {role: list(parts.values()) if role == root else [parts[role], *shared] for role in ready}
-        return {role: self._join(role, step, "end", needed[role]) for role in ready}
+        return {role: self._join(role, part.step, "end", needed[role]) for role in ready}
 
     def _end_step(self, step: int) -> None:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""

@@ -77,7 +77,10 @@ class TaskGraph:
                 raise OffbeatError("duration_seconds: the sum of all durations and lags is not a finite number")
         priorities = None if priority is None else _column(priority, "priority", tasks)
         devices = _column(device, "device", tasks)
-        first_edge, successor, indegree = _rows(_pairs(edges, tasks), tasks)
+        pairs = _pairs(edges, tasks)
+        outdegree, indegree = (np.bincount(ends, minlength=tasks).astype(np.int32) for ends in pairs.T)
+        first_edge = np.concatenate(([0], np.cumsum(outdegree))).astype(np.int32)
+        successor = _successors(pairs, first_edge)
         topological = np.empty(tasks, np.int32)
         sorted_tasks = _sort(first_edge, successor, indegree.copy(), topological)
         if sorted_tasks < tasks:
@@ -105,19 +108,17 @@ class TaskGraph:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
     @cached_property
-    def has_instants(self) -> bool:
-        """Whether a task on a device may be so short that the clock, a float, does not move while it runs."""
-        durations = self.duration_seconds[self.device >= 0]
-        horizon_seconds = float(self.duration_seconds.sum() + self.lag_seconds.sum())
-        return bool(len(durations)) and float(durations.min()) <= horizon_seconds * 2.0**-51
-
-    @cached_property
     def tie_keys(self) -> NDArray[np.void]:
         """TIE_KEYS of each task; `finest` is equal only for twins: tasks with the same neighbours, interchangeable."""
         keys = np.zeros(len(self), TIE_KEYS)
         edges = (self.first_edge, self.successor)
         keys["tail_seconds"] = _tails(*edges, self.topological, self.duration_seconds, self.lag_seconds)
-        keys["structure"] = _refine(*edges, self.topological, self._seeds())
+        seeds: Hashes = np.zeros(len(self), np.uint64)
+        columns = self.duration_seconds, self.lag_seconds, self.device.astype(np.int64), self.priority, self.label
+        for column in columns:
+            if column is not None:
+                seeds = _mix(seeds + column.view(np.uint64))
+        keys["structure"] = _refine(*edges, self.topological, seeds)
         keys["finest"] = _twins(*edges, len(self))
         return keys
 
@@ -127,16 +128,6 @@ class TaskGraph:
         keys = self.tie_keys.copy()
         keys["finest"] = separate(self)
         return keys
-
-    def _seeds(self) -> Hashes:
-        seeds = _scramble(self.duration_seconds.view(np.uint64))
-        seeds = _scramble(seeds + self.lag_seconds.view(np.uint64))
-        seeds = _scramble(seeds + self.device.astype(np.int64).view(np.uint64))
-        if self.priority is not None:
-            seeds = _scramble(seeds + self.priority.view(np.uint64))
-        if self.label is not None:
-            seeds = _scramble(seeds + self.label.view(np.uint64))
-        return seeds
 
 
 def separate(graph: TaskGraph) -> Hashes:
@@ -157,7 +148,7 @@ def separate(graph: TaskGraph) -> Hashes:
         one = order[mixed[0]]
         marked = (hashes == hashes[one]) & (twins == twins[one])
         seeds = hashes.copy()
-        seeds[marked] = _scramble(seeds[marked] + np.uint64(round_number))
+        seeds[marked] = _mix(seeds[marked] + np.uint64(round_number))
         hashes = _refine(graph.first_edge, graph.successor, graph.topological, seeds)
         hops = _hops(graph.first_edge, graph.successor, graph.topological, marked)
         order = np.lexsort((hashes, hops, ranks))
@@ -217,12 +208,12 @@ def _pairs(edges: ArrayLike, tasks: int) -> NDArray[np.integer[Any]]:
         raise OffbeatError(f"edges: shape {array.shape} is not (edges, 2)")
     if len(array) > MOST_TASKS:
         raise OffbeatError(f"edges: {len(array)} edges are more than the {MOST_TASKS} that fit")
-    at = _first_bad_edge(array, tasks)
-    if at >= 0:
-        before, after = (int(task) for task in array[at])
-        if before == after:
-            raise OffbeatError(f"edges[{at}]: task {before} waits for itself")
-        raise OffbeatError(f"edges[{at}]: ({before}, {after}) names a task outside 0..{tasks - 1}")
+    before, after = array.T
+    outside = (np.minimum(before, after) < 0) | (np.maximum(before, after) >= tasks)
+    for at in np.flatnonzero(outside | (before == after))[:1]:
+        if before[at] == after[at]:
+            raise OffbeatError(f"edges[{at}]: task {before[at]} waits for itself")
+        raise OffbeatError(f"edges[{at}]: ({before[at]}, {after[at]}) names a task outside 0..{tasks - 1}")
     return array
 
 
@@ -242,30 +233,14 @@ def _raise_cycle(first_edge: Ints, successor: Ints, indegree: Ints, done: Ints) 
 
 
 @compiled
-def _first_bad_edge(edges, tasks):
-    for e in range(edges.shape[0]):
-        before, after = edges[e, 0], edges[e, 1]
-        if before < 0 or before >= tasks or after < 0 or after >= tasks or before == after:
-            return e
-    return -1
-
-
-@compiled
-def _rows(edges, tasks):
-    first_edge = np.zeros(tasks + 1, np.int32)
-    indegree = np.zeros(tasks, np.int32)
+def _successors(edges, first_edge):
     successor = np.empty(edges.shape[0], np.int32)
-    for e in range(edges.shape[0]):
-        first_edge[edges[e, 0] + 1] += 1
-        indegree[edges[e, 1]] += 1
-    for i in range(tasks):
-        first_edge[i + 1] += first_edge[i]
-    place = first_edge[:tasks].copy()
+    place = first_edge[:-1].copy()
     for e in range(edges.shape[0]):
         before = edges[e, 0]
         successor[place[before]] = edges[e, 1]
         place[before] += 1
-    return first_edge, successor, indegree
+    return successor
 
 
 @compiled
@@ -303,19 +278,11 @@ def _tails(first_edge, successor, topological, duration, lag):
 
 @compiled(inline="always")
 def _mix(x):
-    """The finaliser of SplitMix64."""
+    """The finaliser of SplitMix64, for a number or an array."""
     x = x + _ODD
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
     return x ^ (x >> _S31)
-
-
-@compiled
-def _scramble(values):
-    result = np.empty_like(values)
-    for i in range(len(values)):
-        result[i] = _mix(values[i])
-    return result
 
 
 @compiled
@@ -332,7 +299,7 @@ def _refine(first_edge, successor, topological, seeds):
             i = topological[at]
             for e in range(first_edge[i], first_edge[i + 1]):
                 up[i] += _mix(up[successor[e]] ^ _ODD)
-        seeds = _scramble(down + _scramble(up))
+        seeds = _mix(down + _mix(up))
     return seeds
 
 

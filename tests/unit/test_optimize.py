@@ -63,7 +63,8 @@ def exhaustive(graph: ModelGraph, costs: Costs, parts: tuple[int, ...] = (1, 2, 
         configs = {v.name: VariableConfig(shards=(Shard(group=int(g)),)) for v, g in zip(order, groups, strict=True)}
         plan = lower(graph, CLUSTER, Strategy(variables=configs), rank=0)
         arrays = arrays_of(plan, costs)
-        ends = np.cumsum(arrays.backward[0])[arrays.ready]
+        behind = arrays.slots[plan.program.ahead :]
+        ends = np.cumsum(arrays.durations[0, behind])[arrays.ready - behind[0]]
         urgency = [min(graph.variable_index[name] for name in message.variables) for message in plan.messages]
         for counts in product(parts, repeat=len(plan.messages)):
             jobs = np.repeat(np.arange(len(counts)), counts)

@@ -171,7 +171,7 @@ def test_bad_input_is_named(change, sentence):
 
 def _network(width, incoming=False, alpha=1e-3, beta=1e-6):
     devices = np.arange(width)
-    return net.GraphBuilder(), net.Links.make(devices, beta, alpha, devices + width if incoming else None)
+    return net.GraphBuilder(), net.Links(devices, beta, alpha, devices + width if incoming else None)
 
 
 def _time(builder):
@@ -233,7 +233,7 @@ def test_a_reduction_needs_everyone():
 def test_slowest_link_sets_the_pace_of_a_ring():
     width, size = 4, 1_000_000
     builder = net.GraphBuilder()
-    links = net.Links.make(np.arange(width), [1e-6, 1e-6, 3e-6, 1e-6])
+    links = net.Links(np.arange(width), [1e-6, 1e-6, 3e-6, 1e-6])
     net.add_collective(builder, "all_reduce", links, size, -1)
     # Its link sends 2 (w - 1) chunks back to back; the last is passed on to nobody.
     assert _time(builder) == pytest.approx(2 * (width - 1) * size / width * 3e-6)

@@ -13,12 +13,12 @@ gloo was seen to do on emulated links, and wide: no number moves far before a tr
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cost.measured import Costs, FittedCosts
+from offbeat.cost.measured import Costs
 from offbeat.plan import Plan
 from offbeat.simulate import step_seconds
 
@@ -57,7 +57,7 @@ class Evidence:
     """Below 1 for trials of another model or cluster, which say less about this one."""
 
 
-def fit_costs(evidence: Sequence[Evidence], known: Costs | None = None) -> FittedCosts:
+def fit_costs(evidence: Sequence[Evidence], known: Costs | None = None) -> Costs:
     """The most probable costs; `known` are those measured otherwise, which the unknowns add to."""
     known = known or Costs()
     theta = _MEAN.copy()
@@ -84,9 +84,9 @@ def fit_costs(evidence: Sequence[Evidence], known: Costs | None = None) -> Fitte
     return costs_at(theta, known)
 
 
-def costs_at(theta: NDArray[np.float64], known: Costs) -> FittedCosts:
+def costs_at(theta: NDArray[np.float64], known: Costs) -> Costs:
     call, rooted, ring, shared, interference, update, gap = (float(value) for value in theta)
-    return FittedCosts.of(
+    return replace(
         known,
         interference=known.interference + interference,
         update_call_seconds=known.update_call_seconds + update * 1e-3,

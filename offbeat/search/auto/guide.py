@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.analytic import Coefficients, fit_coefficients
-from offbeat.cost.measured import Costs, FittedCosts
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
@@ -67,7 +67,7 @@ class Guide:
     def __post_init__(self) -> None:
         self.coefficients = _coefficients(self.cluster)
         self.earlier: list[Samples] = []
-        self.fitted: FittedCosts | None = None
+        self.fitted: Costs | None = None
         """Costs that trials told, once there are some."""
         self._evidence: list[Evidence] = []
         self._at_fitted: dict[str, float] = {}

@@ -25,16 +25,17 @@ Integers = NDArray[np.int64]
 class StepArrays(NamedTuple):
     """A step program as arrays, which the kernel takes as they are. Roles are rows; times are seconds."""
 
-    forward: Floats
-    backward: Floats
-    """Everything after the first micro-batch's forward: backward, recomputation, further micro-batches."""
-    settle_position: Integers
-    """Forward slot before which a part is waited for and updated, in order."""
-    settle_part: Integers
-    update: Floats
-    """Of each part: a component, or a slice of one that is applied as it arrives."""
+    durations: Floats
+    """Of each stretch of compute in the order in which it runs: the gap, forward and the updates before its slots, and
+    everything behind: backward, recomputation, further micro-batches."""
+    waits: Integers
+    """Of each stretch: the part that it waits for and updates, from the second step on; -1 for other stretches."""
+    slots: Integers
+    """The stretch of each of the program's slots."""
+    parts: int
+    """How many there are: a part is a component, or a slice of one that is applied as it arrives."""
     ready: Integers
-    """Of each task in issue order: the slot of `backward` that completes its last gradient."""
+    """Of each task in issue order: the stretch that completes its last gradient."""
     part: Integers
     """Of each task: the part that it brings."""
     occupied: Floats
@@ -54,9 +55,8 @@ class StepArrays(NamedTuple):
 
     def replay(self) -> tuple[Floats, Floats]:
         """Start of each role's steps; seconds that interference adds to each stretch of compute in them."""
-        # The gap, forward, updates, backward, the optimizer.
-        stretches = 1 + self.forward.shape[1] + len(self.update) + self.backward.shape[1] + 1
-        extra = np.zeros((len(self.forward), STEADY_STEPS, stretches))
+        # The last stretch is the optimizer.
+        extra = np.zeros((len(self.durations), STEADY_STEPS, len(self.waits) + 1))
         begins, start, end, link_start, link_end = _replay(self, STEADY_STEPS, extra)
         computing = end > start
         for _ in range(INTERFERENCE_ROUNDS if self.interference > 0 else 0):
@@ -70,33 +70,35 @@ class StepArrays(NamedTuple):
 @compiled
 def _replay(step: Any, steps: int, extra: Any) -> Any:
     """Starts of steps, starts and ends of compute, starts and ends of the link's tasks."""
-    roles = len(step.forward)
+    roles = len(step.durations)
     tasks = len(step.ready)
     begins = np.zeros((roles, steps))
     start, end = np.zeros(extra.shape), np.zeros(extra.shape)
     link_start, link_end = np.zeros((steps, tasks)), np.zeros((steps, tasks))
-    arrival = np.zeros(len(step.update))
+    arrival = np.zeros(step.parts)
     clock = np.zeros(roles)
     issued = 0.0
     free = 0.0
-    first_behind = 1 + step.forward.shape[1] + len(step.update)
     for turn in range(steps):
         for role in range(roles):
-            row_start, row_end = start[role, turn], end[role, turn]
-            waits = turn > 0 and not step.barrier
-            begins[role, turn], now = _forward(
-                step, role, clock[role], arrival, waits, extra[role, turn], row_start, row_end
-            )
-            for position in range(step.backward.shape[1]):
-                slot = first_behind + position
-                row_start[slot] = now
-                now += step.backward[role, position] + extra[role, turn, slot]
-                row_end[slot] = now
+            now = clock[role]
+            begun = False
+            for stretch in range(len(step.waits)):
+                if step.waits[stretch] >= 0:
+                    if turn == 0:
+                        continue
+                    now = max(now, arrival[step.waits[stretch]])
+                if not begun:
+                    begins[role, turn] = now
+                    begun = True
+                start[role, turn, stretch] = now
+                now += step.durations[role, stretch] + extra[role, turn, stretch]
+                end[role, turn, stretch] = now
             clock[role] = now
         arrival[:] = 0.0
         for task in range(tasks):
             for role in range(roles):
-                issued = max(issued, end[role, turn, first_behind + step.ready[task]])
+                issued = max(issued, end[role, turn, step.ready[task]])
             link_start[turn, task] = max(issued, free)
             free = link_start[turn, task] + step.occupied[task]
             link_end[turn, task] = free
@@ -112,80 +114,54 @@ def _replay(step: Any, steps: int, extra: Any) -> Any:
     return begins, start, end, link_start, link_end
 
 
-@compiled
-def _forward(step: Any, role: int, now: float, arrival: Any, waits: bool, extra: Any, start: Any, end: Any) -> Any:
-    """When the step begins and when forward ends; with `waits`, after the updates it must wait for."""
-    length = step.forward.shape[1]
-    begin = now
-    begun = step.gap > 0.0
-    if begun:
-        start[0] = now
-        now += step.gap + extra[0]
-        end[0] = now
-    settle = 0
-    for position in range(length):
-        while waits and settle < len(step.settle_position) and step.settle_position[settle] == position:
-            part = step.settle_part[settle]
-            now = max(now, arrival[part])
-            if not begun:
-                begin = now
-                begun = True
-            start[1 + length + part] = now
-            now += step.update[part] + extra[1 + length + part]
-            end[1 + length + part] = now
-            settle += 1
-        begun = True
-        start[1 + position] = now
-        now += step.forward[role, position] + extra[1 + position]
-        end[1 + position] = now
-    return begin, now
-
-
 def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
     """The plan's program as arrays; None where only a full replay can tell how it runs."""
     program = plan.program
     if not program.replicated or not program.ahead:
         return None
     roles = find_roles(plan, costs.compute_scale, fold)
-    seconds = segment_seconds(plan, costs, roles)[:, [slot.segment for slot in program.slots]]
+    seconds, gap = segment_seconds(plan, costs, roles), max(0.0, costs.gap_seconds)
     first = {exchange.task.index: exchange for exchange in roles.exchanges}
     sends = [send for send in program.sends if send.task.index in first]
     price = exchange_costs(plan, costs, [first[send.task.index] for send in sends])
     estimates = message_updates(plan)
-    shares, places = _parts(plan, costs)
-    settles = [(program.components[number].slot, part) for number in program.settles for part in places[number]]
-    coming = [deque(parts) for parts in places]
-    coming_to = {index: coming[n] for n, each in enumerate(program.components) for index in each.messages}
-    brought = [parts.popleft() if len(parts) > 1 else parts[0] for parts in (coming_to[s.task.message] for s in sends)]
+    # A part is waited for and updated at once: a component, or a slice of one that is applied as it arrives.
+    update: list[float] = []
+    parts: list[range] = []
+    part_of_message: dict[int, int] = {}
+    part_of_slice: dict[int, int] = {}
+    for component in program.components:
+        slices = component.slices if costs.portions else ()
+        elements = plan.messages[component.messages[0]].elements
+        shares = [(task.stop - task.start) / elements for task in slices] or [1.0]
+        parts.append(range(len(update), len(update) + len(shares)))
+        part_of_message |= dict.fromkeys(component.messages, len(update))
+        part_of_slice |= {task.index: part for task, part in zip(slices, parts[-1], strict=False)}
+        update += [update_seconds(plan, costs, estimates, component.applied, share) for share in shares]
+    waits, slots = [-1] if gap else [], list[int]()
+    waited = deque(() if program.barrier else program.settles)
+    for number in range(len(program.slots)):
+        while waited and program.components[waited[0]].slot == number < program.ahead:
+            waits += parts[waited.popleft()]
+        slots.append(len(waits))
+        waits.append(-1)
+    # Where nothing is waited for, the gap, and then the slots.
+    durations = np.tile(np.append(update, gap)[waits], (len(seconds), 1))
+    durations[:, slots] = seconds[:, [slot.segment for slot in program.slots]]
+    brought = [part_of_slice.get(send.task.index, part_of_message[send.task.message]) for send in sends]
     few = sum(map(len, roles.ranks)) <= SHOWN_RANKS
     return StepArrays(
-        forward=np.ascontiguousarray(seconds[:, : program.ahead]),
-        backward=np.ascontiguousarray(seconds[:, program.ahead :]),
-        settle_position=np.array([slot for slot, _ in settles], np.int64),
-        settle_part=np.array([part for _, part in settles], np.int64),
-        update=np.array([update_seconds(plan, costs, estimates, *part) for part in shares], np.float64),
-        ready=np.array([send.slot - program.ahead for send in sends], np.int64),
+        durations=durations,
+        waits=np.array(waits, np.int64),
+        slots=np.array(slots, np.int64),
+        parts=len(update),
+        ready=np.array([slots[send.slot] for send in sends], np.int64),
         part=np.array(brought, np.int64),
         occupied=np.array([taken for taken, _ in price], np.float64),
         lag=np.array([lag for _, lag in price], np.float64),
-        gap=max(0.0, costs.gap_seconds),
+        gap=gap,
         optimizer=update_seconds(plan, costs, estimates, program.whole) if program.whole else 0.0,
         barrier=program.barrier,
         interference=costs.interference,
         weight=np.array([len(ranks) if few else 1 for ranks in roles.ranks], np.float64),
     )
-
-
-def _parts(plan: Plan, costs: Costs) -> tuple[list[tuple[tuple[int, ...], float]], list[range]]:
-    """What is waited for and updated at once: components, or the slices of those that are applied as they arrive.
-
-    Of each such part the messages of its component, and how much of them it is; and of each component its parts."""
-    shares: list[tuple[tuple[int, ...], float]] = []
-    places: list[range] = []
-    for component in plan.program.components:
-        elements = plan.messages[component.messages[0]].elements
-        slices = component.slices if costs.portions else ()
-        mine = [(task.stop - task.start) / elements for task in slices] or [1.0]
-        places.append(range(len(shares), len(shares) + len(mine)))
-        shares += [(component.applied, share) for share in mine]
-    return shares, places

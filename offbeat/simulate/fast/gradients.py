@@ -143,7 +143,7 @@ def gradients_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_second
     units = [tuple(variable.name for variable in unit) for _, unit in kinds]
     shards = tuple(kind[0] for kind, _ in kinds)
     program = plan.program
-    forward, backward = _compute(arrays)
+    forward, backward = _compute(arrays, program.ahead)
     ends = np.cumsum(backward)
     ready = [max(float(ends[program.uses[name].completed - program.ahead]) for name in names) for names in units]
     first_use = [min(program.uses[name][:2] for name in names) for names in units]
@@ -176,16 +176,15 @@ def gradients_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_second
     )
 
 
-def _compute(arrays: StepArrays) -> tuple[Floats, Floats]:
+def _compute(arrays: StepArrays, ahead: int) -> tuple[Floats, Floats]:
     """Forward and backward seconds of the slowest role, in a step of the steady state."""
-    role = int(np.argmax(arrays.forward.sum(axis=1) + arrays.backward.sum(axis=1)))
-    forward, backward = arrays.forward[role], arrays.backward[role]
+    forward, backward = np.split(arrays.slots, [ahead])
+    compute = np.ascontiguousarray(arrays.durations[:, arrays.slots])
+    role = int(np.argmax(compute[:, :ahead].sum(axis=1) + compute[:, ahead:].sum(axis=1)))
+    seconds = arrays.durations[role]
     if arrays.interference > 0:
-        added = arrays.replay()[1][role, -2]
-        behind = 1 + len(forward) + len(arrays.update)
-        forward = forward + added[1 : 1 + len(forward)]
-        backward = backward + added[behind : behind + len(backward)]
-    return forward, backward
+        seconds = seconds + arrays.replay()[1][role, -2, :-1]
+    return seconds[forward], seconds[backward]
 
 
 def _units(plan: Plan, coarsen: bool) -> list[tuple[tuple[Shard, str, str], list[Variable]]]:
@@ -209,9 +208,9 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
     # A probe of one element: what a collective costs depends on its kind, its ranks and its bytes.
     probe = Task(0, stage.kind, 0, 0, 0, 1, ranks, root, wire_bytes=0, waits_for=(), after=(), delivers=())
     links = Collectives(plan.cluster)
-    overhead, lag = costs.collective(probe, links, in_flight=1)
+    overhead, lag, _ = costs.collective(probe, links, in_flight=1)
     megabyte = 10**6
-    larger, _ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight=1)
+    larger, *_ = costs.collective(replace(probe, wire_bytes=megabyte), links, in_flight=1)
     return overhead, lag, (larger - overhead) / megabyte
 
 

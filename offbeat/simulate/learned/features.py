@@ -13,7 +13,7 @@ and a few trials suffice to tell where.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.cost.analytic import Coefficients, compute_seconds, features, message_features, sync_seconds
-from offbeat.cost.measured import Costs, FittedCosts
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import Plan
 from offbeat.plan.model import Message, Piece
@@ -157,7 +157,7 @@ def _sensitivities(plan: Plan, costs: Costs, seconds: float) -> list[float]:
         "disturbance": {"interference": costs.interference + 0.3},
         "updates": {"update_call_seconds": costs.update_call_seconds + 3e-4},
     }
-    times = [step_seconds(plan, FittedCosts.of(costs, **slowed[name])) for name in WHAT_IFS]
+    times = [step_seconds(plan, replace(costs, **slowed[name])) for name in WHAT_IFS]
     return [_log(each) - _log(seconds) for each in times]
 
 
