@@ -1,15 +1,15 @@
 """Collectives of jobs that do not run on Offbeat's engine → the recorder: DDP's buckets, torch.distributed's calls."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.runtime.comm.torch_channel import report_end
 from offbeat.runtime.lifetime import callbacks
 from offbeat.torch_private import has_communication_hook
 
@@ -45,6 +45,7 @@ class BucketListener:
         self.recorder: Recorder | None = None
         self.group = model.process_group
         self.world = dist.get_world_size(self.group)
+        self.marks = _marks(self.group)
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.known: dict[int, str] = {}
         """By the place of a bucket's tensor, the names of its variables."""
@@ -64,20 +65,25 @@ def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> b
 
 
 def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    queued = time.perf_counter()
+    recorder = listener.recorder
+    queued = recorder.clock.now() if recorder is not None else 0.0
     tensor = bucket.buffer().div_(listener.world)
-    issued = time.perf_counter()
+    issued = recorder.clock.now() if recorder is not None else 0.0
     work = dist.all_reduce(tensor, group=listener.group, async_op=True)
     future = work.get_future()
-    recorder = listener.recorder
     if recorder is not None:
         callbacks.add(work)
         place = tensor.data_ptr()
         if place not in listener.known:
             listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
         what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world)
-        future.add_done_callback(lambda _: recorder.collective(*what, queued, issued, time.perf_counter()))
+        report_end(work, partial(recorder.collective, *what, queued, issued), listener.marks)
     return future.then(lambda done: done.value()[0])
+
+
+def _marks(group: dist.ProcessGroup | None) -> torch.cuda.Stream | None:
+    """The stream on which ends of a group's collectives are marked; None where its threads report them."""
+    return torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
 
 def patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -93,6 +99,8 @@ class CollectiveListener:
         self.recorder = recorder
         self.inside = False
         """Inside one of the functions, which may call another."""
+        self.marks: dict[int, torch.cuda.Stream | None] = {}
+        """By the process group's id."""
         for name, what in _CALLS.items():
             if hasattr(dist, name):
                 patch(recorder.undo, dist, name, self._listening(name, *what))
@@ -105,7 +113,7 @@ class CollectiveListener:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return original(*args, **kwargs)
-            queued = time.perf_counter()
+            queued = self.recorder.clock.now()
             self.inside = True
             try:
                 work = original(*args, **kwargs)
@@ -117,15 +125,16 @@ class CollectiveListener:
             self.recorder.issued += 1
             what = (number, kind, f"{name}.{number}", size, dist.get_world_size(kwargs.get("group")))
 
-            def ended(*_: Any) -> None:
-                self.recorder.collective(*what, queued, queued, time.perf_counter())
-
             if work is None:
-                ended()
-                self.recorder.local("wait", (), queued, time.perf_counter())
+                end = self.recorder.clock.now()
+                self.recorder.collective(*what, queued, queued, end)
+                self.recorder.local("wait", (), queued, end)
             else:
                 callbacks.add(work)
-                work.get_future().add_done_callback(ended)
+                group = kwargs.get("group")
+                if id(group) not in self.marks:
+                    self.marks[id(group)] = _marks(group)
+                report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
             return work
 
         return call
@@ -133,12 +142,15 @@ class CollectiveListener:
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def wait(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            if self.inside:
+                return original(*args, **kwargs)
+            begin = self.recorder.clock.now()
             try:
                 return original(*args, **kwargs)
             finally:
-                end = time.perf_counter()
-                if not self.inside and end - begin > LEAST_WAIT_SECONDS:
+                end = self.recorder.clock.now()
+                short = isinstance(begin, float) and isinstance(end, float) and end - begin <= LEAST_WAIT_SECONDS
+                if not short:
                     self.recorder.local("wait", (), begin, end)
 
         return wait

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from offbeat.cost.measured import Costs
 from offbeat.runtime.comm.connections import OpenSocket, shut_down
 from offbeat.runtime.comm.protocol import CommunicationFailed
+from offbeat.timeline.clock import DeviceMoment, Moment
 from offbeat.torch_private import all_gather_flat, reduce_scatter_flat
 
 GLOO_SEGMENT_BYTES = 2**20
@@ -66,6 +67,7 @@ class TorchChannel:
         self.size = len(ranks)
         self.gloo = group.name() == "gloo"
         self.straight = goes_straight(group.name(), self.size)
+        self.marks = torch.cuda.Stream() if group.name() == "nccl" else None
         self.lost_ranks = lost_ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> "TorchWork":
@@ -210,8 +212,22 @@ class TorchWork:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def report_end(self, report: Callable[[float], None]) -> None:
-        self.works[-1].get_future().add_done_callback(lambda _: report(time.perf_counter()))
+    def report_end(self, report: Callable[[Moment], None]) -> None:
+        report_end(self.works[-1], report, self.channel.marks)
+
+
+def report_end(work: Any, report: Callable[[Moment], None], marks: torch.cuda.Stream | None) -> None:
+    """Does what `Work.report_end` says for a work of torch's process groups.
+
+    A collective of NCCL's is only put on its stream when torch calls it done. So a stream of nothing but `marks` waits
+    for it; gloo's have none.
+    """
+    if marks is None:
+        work.get_future().add_done_callback(lambda _: report(time.perf_counter()))
+        return
+    with torch.cuda.stream(marks):
+        work.wait()
+        report(DeviceMoment())
 
 
 def _wait(work: Any) -> None:

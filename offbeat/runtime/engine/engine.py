@@ -30,6 +30,7 @@ from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, unwatch, watch
 from offbeat.runtime.lifetime import script_failed
 from offbeat.runtime.sync import AsyncServer
+from offbeat.timeline.clock import Moment
 
 log = logging.getLogger("offbeat")
 
@@ -50,8 +51,9 @@ class Engine:
         self.outdated = False
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.steps = 0
-        self.ready_seconds: list[float] = [0.0] * len(self.synchronisers)
-        """When each message was last complete, after the start of backward."""
+        self.began: Moment = 0.0
+        self.ready: list[Moment] = [0.0] * len(self.synchronisers)
+        """When the last backward pass began and each message was complete, if somebody observed it."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
         program = training.plan.program
@@ -83,7 +85,7 @@ class Engine:
 
     def backward_begins(self) -> None:
         """Called at the first gradient of a pass."""
-        self.began = time.perf_counter()
+        self.began = self.reports.now()
         self.updates.settle_all()
         self.gradients.backward_begins()
         self.head = 0
@@ -101,7 +103,7 @@ class Engine:
     def _load(self, index: int) -> None:
         self.gradients.take(index)
         self.loaded[index] = True
-        self.ready_seconds[index] = time.perf_counter() - self.began
+        self.ready[index] = self.reports.now()
 
     def _issue(self) -> None:
         order, loaded = self.order, self.loaded
@@ -110,7 +112,7 @@ class Engine:
             synchroniser = self.synchronisers[task.message]
             with explain(self.plan, synchroniser, task):
                 synchroniser.start(task)
-            self.reports.collective(synchroniser, task, self.began + self.ready_seconds[task.message])
+            self.reports.collective(synchroniser, task, self.ready[task.message])
             self.head += 1
 
     def backward_ends(self) -> None:
