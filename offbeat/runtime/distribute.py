@@ -110,6 +110,8 @@ class Runtime:
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
             return "barrier", "the strategy asks for it"
+        if len(plan.replicas) == 1 and wanted == "auto":
+            return "barrier", "there is one replica"
         if not per_variable(self.optimizer_class):
             obstacle = f"optimizer {kind} may couple variables"
         elif has_step_hooks(self.optimizer):

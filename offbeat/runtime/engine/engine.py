@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from offbeat.plan import Plan, Task
+from offbeat.plan import Message, Plan, Task
 from offbeat.runtime.engine.arrivals import Arrivals
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
@@ -57,6 +57,8 @@ class Engine:
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
         program = training.plan.program
+        self.alone = len(training.plan.replicas) == 1 and all(map(_plain, training.plan.messages))
+        """Nothing is exchanged, and gradients are applied where autograd puts them."""
         self.components = [Component(each, training) for each in program.components]
         self.owners = Owners(training, aliases.held)
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
@@ -141,6 +143,13 @@ class Engine:
 
     def step(self) -> None:
         """Applies the averaged gradients: now (barrier), or as each module needs them (deferred)."""
+        if self.alone:
+            self.steps += 1
+            self.reports.step = self.steps
+            with self.reports.local("optimizer"):
+                self.updates.whole_step()
+            self._run_hooks()
+            return
         if not self.gradients.phase.synchronised:
             # Without a synchronised backward pass before it, what `parameter.grad` shows is applied as it is.
             self.updates.settle_all()
@@ -173,6 +182,9 @@ class Engine:
             self.updates.settle_all()
         else:
             self.updates.settle_aliased()
+        self._run_hooks()
+
+    def _run_hooks(self) -> None:
         for hook in list(self.step_hooks):
             # One of them may have changed the plan, and with it the hooks.
             if hook in self.step_hooks:
@@ -274,3 +286,8 @@ class Engine:
         for parameter in self.watched:
             unwatch(parameter)
         self.channels.leave()
+
+
+def _plain(message: Message) -> bool:
+    """Whether a message's only replica can apply it as it is."""
+    return message.replicated and not message.staleness and not message.asynchronous and message.encoder.name == "none"
