@@ -34,6 +34,7 @@ from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, i
 from offbeat.cost.tables import latency_steps
 from offbeat.cpu_steal import QUIET, CpuSteal
 from offbeat.errors import OffbeatError
+from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
 from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
@@ -64,13 +65,19 @@ _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 def calibrate_job(folder: Path) -> None:
     """Measures what each collective of the running job costs, on every rank; rank 0 writes `calibration.json`."""
     samples, ranks = measure_job(), dist.get_world_size()
+    within, between = measure_nodes()
     known = known_costs(dist.get_backend(), ranks)
-    fits = {
-        (kind, ranks): fit_alone(found) if known.straight and kind in SERVED else fit(found)
-        for kind, found in samples.items()
-    }
+
+    def fits(measured: Measured) -> dict[tuple[str, int], CollectiveFit]:
+        return {
+            key: fit_alone(found) if known.straight and key[0] in SERVED else fit(found)
+            for key, found in measured.items()
+        }
+
     if dist.get_rank() == 0:
-        content = {"costs": replace(known, collectives=fits).to_dict(), "samples": samples}
+        everyone = {(kind, ranks): found for kind, found in samples.items()}
+        costs = replace(known, collectives=fits(between | everyone), within=fits(within))
+        content = {"costs": costs.to_dict(), "samples": samples}
         written = orjson.dumps(content, option=orjson.OPT_INDENT_2)
         files.write_atomic(folder / "calibration.json", written, "calibration")
 
@@ -84,6 +91,31 @@ def measure_job() -> dict[str, list[Sample]]:
         with closing(world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
             _measured[job] = _least_disturbed(channel, world.device)
     return _measured[job]
+
+
+def measure_nodes() -> tuple[Measured, Measured]:
+    """Samples of every collective among the ranks of a node, all nodes at once, and among the first rank of each node.
+
+    Both are empty unless some of several nodes have several ranks; the same on every rank.
+    """
+    world = torch_world()
+    names: list[str] = world.all_gather_object(this_place().node)
+    nodes = [tuple(rank for rank, name in enumerate(names) if name == node) for node in dict.fromkeys(names)]
+    if not 1 < len(nodes) < world.size:
+        return {}, {}
+    found: list[Measured] = []
+    for level, groups in (("within", nodes), ("between", [tuple(ranks[0] for ranks in nodes)])):
+        mine: Measured = {}
+        for ranks in groups:
+            if world.rank in ranks and len(ranks) > 1:
+                name = f"offbeat/calibrate/{level}/{ranks[0]}"
+                with closing(world.open_channel(name, ranks, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
+                    mine = {(kind, len(ranks)): measure(channel, kind, world.device) for kind in KINDS}
+        # Ranks that take no part wait here. Nodes of one size may differ; the slowest counts.
+        everyones: list[Measured] = world.all_gather_object(mine)
+        keys = dict.fromkeys(key for each in everyones for key in each)
+        found.append({key: slowest([each[key] for each in everyones if key in each]) for key in keys})
+    return found[0], found[1]
 
 
 def _least_disturbed(channel: Channel, device: torch.device) -> dict[str, list[Sample]]:
@@ -272,7 +304,7 @@ def main(path: str) -> None:
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+    local = this_place().local_world
     per_node = local if 0 < local <= world and world % local == 0 else world
     cluster = cluster_of(measure_partitionings(world), world, per_node)
     if dist.get_rank() == 0:

@@ -92,6 +92,11 @@ class Header:
     world: Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
     job: str
     machine: str
+    node: str = ""
+    """The name of its node, equal for ranks that share one; '' in traces that do not tell."""
+    local_rank: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
+    local_world: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
+    """This rank's number on its node and how many ranks that has, where the launcher says."""
     backend: str = ""
     modules: tuple[str, ...]
     parameters: tuple[tuple[str, tuple[Size, ...], str], ...]

@@ -14,7 +14,6 @@ Every step is written as one line of JSON, so that a crash loses at most the las
 
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
+from offbeat.launch import machine_name, this_place
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
 from offbeat.profile.lines import FORMAT
@@ -235,6 +235,7 @@ class Recorder:
             "backend": dist.get_backend() if dist.is_initialized() else "",
             "job": self.kind,
             "machine": machine_name(),
+            **this_place()._asdict(),
             "unix_seconds": time.time(),
             "clock_seconds": time.perf_counter(),
             "modules": self.modules,
@@ -364,11 +365,3 @@ class MemoryRecorder(Recorder):
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-
-
-def machine_name() -> str:
-    """Names the machine whose clock this process reads."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot}".strip()
