@@ -187,7 +187,7 @@ def test_a_service_that_does_not_start_is_one_sentence_and_nothing_is_left(emula
     emulated_cluster(1)
     refused = "echo no permission; exit 1"
     service.write("nvidia-cuda-mps-control", CONTROL.format(log=service.log, start=refused))
-    with pytest.raises(EmulationError, match="^gpu: MPS does not start: no permission$"):
+    with pytest.raises(EmulationError, match=r"^gpu: MPS does not start: no permission$"):
         Emulation(2, gpu=True).__enter__()
     assert not service.pipes[0].exists()
 
