@@ -12,7 +12,6 @@ the same time (TensorOpt, section 3.2). `python -m offbeat.profile.calibrate FIL
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -38,6 +37,7 @@ from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
 from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
+from offbeat.timeline.clock import Moment, clock_of
 from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
@@ -228,15 +228,15 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
 
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
     """Seconds until each of the collectives, all issued at once, has ended."""
-    begin = time.perf_counter()
+    clock = clock_of(device)
+    begin = clock.now()
     works = [start() for start in starts]
-    ends = []
+    ends: list[Moment] = []
     for work in works:
         work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        ends.append(time.perf_counter() - begin)
-    return ends
+        ends.append(clock.now())
+    clock.wait(ends[-1])
+    return [clock.seconds(end) - clock.seconds(begin) for end in ends]
 
 
 def measure_partitionings(world: int) -> Measured:

@@ -1,5 +1,6 @@
 """Collectives of jobs that do not run on Offbeat's engine → the recorder: DDP's buckets, torch.distributed's calls."""
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.runtime.comm.torch_channel import report_end
 from offbeat.runtime.lifetime import callbacks
+from offbeat.timeline.clock import DeviceMoment, Moment
 from offbeat.torch_private import has_communication_hook
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class BucketListener:
         self.recorder: Recorder | None = None
         self.group = model.process_group
         self.world = dist.get_world_size(self.group)
-        self.marks = _marks(self.group)
+        self.stream = _marks(self.group)
+        """Where a GPU's buckets travel, so that their ends can be marked."""
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.known: dict[int, str] = {}
         """By the place of a bucket's tensor, the names of its variables."""
@@ -69,20 +71,42 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
     queued = recorder.clock.now() if recorder is not None else 0.0
     tensor = bucket.buffer().div_(listener.world)
     issued = recorder.clock.now() if recorder is not None else 0.0
+    place = tensor.data_ptr()
+    if place not in listener.known:
+        listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
+    what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world, queued, issued)
+    future: torch.futures.Future[torch.Tensor]
+    if listener.stream is not None:
+        listener.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(listener.stream):
+            dist.all_reduce(tensor, group=listener.group)
+            if recorder is not None:
+                recorder.collective(*what, recorder.clock.now())
+            future = torch.futures.Future(devices=[tensor.device])
+            future.set_result(tensor)
+        return future
     work = dist.all_reduce(tensor, group=listener.group, async_op=True)
-    future = work.get_future()
     if recorder is not None:
         callbacks.add(work)
-        place = tensor.data_ptr()
-        if place not in listener.known:
-            listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
-        what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world)
-        report_end(work, partial(recorder.collective, *what, queued, issued), listener.marks)
-    return future.then(lambda done: done.value()[0])
+        _report_end(work, partial(recorder.collective, *what), None)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _report_end(work: Any, report: Callable[[Moment], None], marks: torch.cuda.Stream | None) -> None:
+    """Calls `report` with the moment at which a collective ends.
+
+    One of NCCL's is only put on its stream when torch calls it done; so a stream of `marks` waits for it.
+    """
+    if marks is None:
+        work.get_future().add_done_callback(lambda _: report(time.perf_counter()))
+        return
+    with torch.cuda.stream(marks):
+        work.wait()
+        report(DeviceMoment())
 
 
 def _marks(group: dist.ProcessGroup | None) -> torch.cuda.Stream | None:
-    """The stream on which ends of a group's collectives are marked; None where its threads report them."""
+    """A stream for the ends of a group's collectives; None where the backend's threads report them."""
     return torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
 
@@ -134,7 +158,7 @@ class CollectiveListener:
                 group = kwargs.get("group")
                 if id(group) not in self.marks:
                     self.marks[id(group)] = _marks(group)
-                report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
+                _report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
             return work
 
         return call
