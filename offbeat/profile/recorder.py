@@ -41,7 +41,7 @@ from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.faults import explain
 from offbeat.runtime.memory import MicroBatches
 from offbeat.timeline import Kind
-from offbeat.timeline.clock import Clock, HostClock, Moment, clock_of, in_seconds
+from offbeat.timeline.clock import Clock, HostClock, Moment, clock_of, host_late_seconds, in_seconds
 
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
@@ -103,7 +103,12 @@ class Recorder:
     def _write_known(self) -> None:
         """Writes the steps whose times are known."""
         while self.unwritten and all(map(self.clock.reached, _last_moments(self.unwritten[0]))):
-            self._write(in_seconds(self.unwritten.popleft(), self.clock))
+            line = self.unwritten.popleft()
+            marks = [row[-1] for name in ("forward", "backward") for row in line.get(name, ())]
+            written = in_seconds(line, self.clock)
+            if late := host_late_seconds(marks, self.clock):
+                written["host_late_ns"] = round(late * 1e9)
+            self._write(written)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.undo.close()

@@ -6,7 +6,9 @@ seconds of `time.perf_counter`.
 """
 
 import time
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,10 @@ ANCHORS = 5
 """Comparisons of a GPU's clock with the host's; the quickest one counts."""
 BASE_MILLISECONDS = 500.0
 """CUDA gives the time between two events in single precision, so the one to count from must not be far away."""
+
+
+HOST_LATE_SECONDS = 5e-5
+"""A GPU that comes to a mark sooner than this after the host has put it there was waiting for the host."""
 
 
 class DeviceMoment:
@@ -115,3 +121,12 @@ def in_seconds(value: Any, clock: Clock) -> Any:
     if isinstance(value, dict):
         return {key: in_seconds(each, clock) for key, each in value.items()}
     return value
+
+
+def host_late_seconds(moments: Sequence[Moment], clock: Clock) -> float:
+    """Seconds, between consecutive moments of a stream, at whose end the GPU had nothing left to do."""
+    late = 0.0
+    for before, moment in pairwise(moments):
+        if isinstance(moment, DeviceMoment) and clock.seconds(moment) - moment.host < HOST_LATE_SECONDS:
+            late += clock.seconds(moment) - clock.seconds(before)
+    return late
