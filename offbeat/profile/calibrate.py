@@ -7,7 +7,8 @@ on which the backend's threads run. Reduces and broadcasts that go straight to o
 how they share links follows from their roots (`offbeat.simulate.step`).
 
 For a cluster file every collective is measured under every even partitioning of the ranks into groups, which talk at
-the same time (TensorOpt, section 3.2). `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
+the same time (TensorOpt, section 3.2). On GPUs the file also says what each node's devices are and how fast they
+multiply and copy while all of them do. `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
 """
 
 import os
@@ -58,6 +59,8 @@ Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
 Measured = dict[tuple[str, int], list[Sample]]
 """By collective and size of the groups: samples of the slowest group."""
+MULTIPLIED, COPIED_BYTES = 8192, 2**30
+"""Rows and columns of the matrices by which a GPU's rate is measured, and bytes of the tensor that is copied."""
 _TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
@@ -263,8 +266,43 @@ def slowest(groups: list[list[Sample]]) -> list[Sample]:
     ]
 
 
-def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
-    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning."""
+def device_figures(device: torch.device, size: int = MULTIPLIED, copied: int = COPIED_BYTES) -> dict[str, Any]:
+    """A node's fields about its device: name, memory, and FLOP and bytes per second as measured here and now."""
+    known = torch.cuda.get_device_properties(device)
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return {
+        "device": known.name,
+        "memory": known.total_memory,
+        "peak_flops": 2 * size**3 / _seconds(partial(torch.matmul, *_matrices(size, dtype, device)), device),
+        # A copy reads and writes.
+        "memory_bandwidth": 2 * copied / _seconds(torch.empty(copied, dtype=torch.uint8, device=device).clone, device),
+    }
+
+
+def _matrices(size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    # Random values: on zeros a GPU draws less power and multiplies faster.
+    return [torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)]
+
+
+def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Of one of some in a row, after some that warm up."""
+    for _ in range(3):
+        action()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) / repeats
+
+
+def cluster_of(
+    measured: Measured, world: int, per_node: int, devices: Sequence[dict[str, Any]] | None = None
+) -> ClusterSpec:
+    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning.
+
+    `devices` are the figures of every rank's device; a node has those of its slowest. Without them they are CPUs.
+    """
     nodes = world // per_node
     fields: dict[str, float | None] = {}
     if nodes > 1:
@@ -284,7 +322,14 @@ def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
         if kind != "gather"
     )
     local = ClusterSpec.local(per_node).nodes[0]
-    made = tuple(local.model_copy(update={**fields, "name": f"node{number}"}) for number in range(nodes))
+    slowest_devices: list[dict[str, Any]] = [{}] * nodes
+    if devices is not None:
+        each = [devices[first : first + per_node] for first in range(0, world, per_node)]
+        slowest_devices = [min(figures, key=lambda one: one["peak_flops"]) for figures in each]
+    made = tuple(
+        local.model_copy(update={**fields, **figures, "name": f"node{number}"})
+        for number, figures in enumerate(slowest_devices)
+    )
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 
 
@@ -300,13 +345,21 @@ def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
 def main(path: str) -> None:
     """Measures the running job's ranks, each of which must call it; rank 0 writes the cluster file."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+        on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
     local = this_place().local_world
     per_node = local if 0 < local <= world and world % local == 0 else world
-    cluster = cluster_of(measure_partitionings(world), world, per_node)
+    devices: list[Any] | None = None
+    if dist.get_backend() == "nccl":
+        devices = [None] * world
+        dist.barrier()
+        dist.all_gather_object(devices, device_figures(torch_world().device))
+    cluster = cluster_of(measure_partitionings(world), world, per_node, devices)
     if dist.get_rank() == 0:
         cluster.save(path)
     dist.barrier()
