@@ -20,7 +20,7 @@ from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Strategy, build_strategy, builders, check_fits
+from offbeat.strategy import Recipe, Strategy, build_strategy, builders, check_fits, load_strategy
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -148,7 +148,8 @@ def resolve_strategy(
     if not isinstance(strategy, Strategy):
         if not Path(strategy).exists():
             raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
-        strategy = Strategy.load(strategy)
+        loaded = load_strategy(strategy)
+        strategy = loaded.build(graph, cluster) if isinstance(loaded, Recipe) else loaded
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
     return strategy.model_copy(update={"cluster": ""})
 

@@ -282,7 +282,8 @@ def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tu
             of_step.setdefault((row.kind, row.ranks), []).append((row.bytes, seconds, alone))
             before.append((issued, finished))
         for key, samples in of_step.items():
-            if key[1] == len(traces):
+            # Of one rank alone, nobody knows how long it waited for the others.
+            if key[1] == len(traces) or len(traces) == 1:
                 found.setdefault(key, []).append(samples)
     return found
 

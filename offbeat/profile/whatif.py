@@ -27,7 +27,17 @@ from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.replay_trace import replay_trace
 from offbeat.runtime.comm import goes_straight
 from offbeat.simulate.predict import simulate
-from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy, builders, transfer
+from offbeat.strategy import (
+    Encoder,
+    Recipe,
+    Shard,
+    Strategy,
+    VariableConfig,
+    build_strategy,
+    builders,
+    load_strategy,
+    transfer,
+)
 from offbeat.timeline import Timeline
 from offbeat.units import quote
 
@@ -272,4 +282,5 @@ def _other_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec) -> Strat
         raise OffbeatError(
             f"what-if strategy: {quote(name)} is neither a builder ({', '.join(builders())}) nor a strategy file"
         )
-    return Strategy.load(name)
+    loaded = load_strategy(name)
+    return loaded.build(graph, cluster) if isinstance(loaded, Recipe) else loaded
