@@ -288,12 +288,13 @@ def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 
     """Of one of some in a row, after some that warm up."""
     for _ in range(3):
         action()
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    clock = clock_of(device)
+    begin = clock.now()
     for _ in range(repeats):
         action()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / repeats
+    end = clock.now()
+    clock.wait(end)
+    return (clock.seconds(end) - clock.seconds(begin)) / repeats
 
 
 def cluster_of(
