@@ -149,13 +149,14 @@ class Runtime:
             if getattr(plan.strategy, aspect) != getattr(before, aspect):
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
-        old, gate = self.engine, self.gate
+        old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
         state = self._detach()
         self.parameters = _variables(self.model, plan)
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
+        self.buffers.adopt(buffers)
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         scatter_state(self.engine, state)
         self._after_first_step()
@@ -167,7 +168,8 @@ class Runtime:
         """Takes the engine off model and optimizer; returns the optimizer's state as a single device has it."""
         self.engine.drain()
         self.engine.gradients.publish_all()
-        self.share_buffers()
+        with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
+            self.buffers.drop()
         state = gather_state(self.engine)
         for hook in (self._after_first_step, self.retimer and self.retimer.after_step):
             if hook in self.step_hooks:
@@ -191,6 +193,11 @@ class Runtime:
         """Lets go of the network before the interpreter ends; nothing is applied any more."""
         self.engine.close(deadline)
 
+    def fit_optimizer(self) -> None:
+        """Before a step: plans anew where the optimizer may hold parameters that the plan does not update."""
+        if self.engine.outdated:
+            self._fit_model()
+
     def _fit_model(self) -> None:
         """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
         if not self.structure.changed(self.engine) or not torch.is_grad_enabled():
@@ -209,12 +216,12 @@ class Runtime:
             hook(graph)
 
     def share_buffers(self) -> None:
-        """Before a forward: every rank has rank 0's buffers. As with DDP, not after a forward inside no_sync()."""
+        """Before a forward: every rank has rank 0's buffers. As with DDP, not where `model.module` is called."""
+        if self.gate.unwrapped:
+            return
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
-            if self.model.training and self.buffers.due:
-                self.buffers.share()
-            self.buffers.receive()
-        self.buffers.due = self.engine.arrivals.synchronise
+            self.buffers.share()
+        self.buffers.due = torch.is_grad_enabled() and self.engine.arrivals.synchronise
 
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""

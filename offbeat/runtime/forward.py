@@ -64,6 +64,8 @@ class ForwardGate:
         """What the first training step has shown, once it has."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
+        self.unwrapped = False
+        """The forward under way is one of `model.module`."""
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_uncompiled(self._enter_model), prepend=True),
             model.register_forward_hook(_uncompiled(self._leave_model), always_call=True),
@@ -100,7 +102,8 @@ class ForwardGate:
                 self.waiting.append(self.handles[-1])
         components[component] = None
 
-    def _enter_model(self, *_: Any) -> None:
+    def _enter_model(self, model: torch.nn.Module, *_: Any) -> None:
+        self.unwrapped = model is not self.model
         # Checkpointed modules run forward again inside a backward pass.
         if backward_pass() == -1:
             self.engine.arrivals.recover()

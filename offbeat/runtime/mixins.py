@@ -97,6 +97,7 @@ class DistributedOptimizer(_Optimizer):
     _offbeat: Any
 
     def step(self, closure: Any = None) -> Any:
+        self._offbeat.fit_optimizer()
         engine = self._offbeat.engine
         if closure is None:
             engine.step()

@@ -5,7 +5,8 @@ An action is given the rank's job and a source of random choices, the same on ev
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from random import Random
 
 import loop_models
@@ -17,6 +18,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 Action = Callable[[Job, Random], None]
 ACTIONS: dict[str, tuple[Action, int]] = {}
 """By name, with how often each is drawn."""
+PARTS = ("first", "middle", "head")
+"""Of every model, in the order of forward."""
 
 
 def action(weight: int) -> Callable[[Action], Action]:
@@ -58,8 +61,12 @@ def plain_accumulation(job: Job, draw: Random) -> None:
 def accumulation_with_no_sync(job: Job, draw: Random) -> None:
     parts = draw.randint(2, 3)
     job.optimizer.zero_grad()
+    whole = draw.random() < 0.7
     for part in range(parts):
-        job.backward(job.forward() / parts, sync=part == parts - 1)
+        with job.no_sync() if whole and part < parts - 1 else nullcontext():
+            loss = job.forward() / parts
+        with job.no_sync() if part < parts - 1 else nullcontext():
+            job.backward(loss)
     job.optimizer.step()
 
 
@@ -93,7 +100,8 @@ def zero_grad(job: Job, draw: Random) -> None:
 
 @action(2)
 def local_gradients_forgotten(job: Job, draw: Random) -> None:
-    job.backward(job.forward(), sync=False)
+    with job.no_sync():
+        job.backward(job.forward())
     job.model.zero_grad()
 
 
@@ -106,6 +114,8 @@ def other_heads(job: Job, draw: Random) -> None:
 
 @action(2)
 def backward_through_a_part(job: Job, draw: Random) -> None:
+    if not trains(job, PARTS[:2]):
+        return
     job.optimizer.zero_grad()
     job.backward(job.hidden().pow(2).mean())
     job.optimizer.step()
@@ -260,8 +270,15 @@ def step_with_clipping(job: Job, draw: Random) -> None:
 
 @action(2)
 def freeze(job: Job, draw: Random) -> None:
-    part = draw.choice(("first", "middle", "head"))
+    part = draw.choice(PARTS)
     job.model.get_submodule(part).requires_grad_(draw.random() < 0.6)
+    if not trains(job, PARTS):
+        job.model.head.requires_grad_(True)
+
+
+def trains(job: Job, parts: Iterable[str]) -> bool:
+    """Whether a backward pass through these parts of the model is possible."""
+    return any(parameter.requires_grad for part in parts for parameter in job.model.get_submodule(part).parameters())
 
 
 @action(1)

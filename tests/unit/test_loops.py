@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import loop_models
 import pytest
 import torch
 from loop_job import Job, Way
@@ -94,7 +95,8 @@ def test_factors_add_to_gradients_of_earlier_passes() -> None:
 
 def test_factors_of_passes_that_were_forgotten_are_not_sent() -> None:
     def body(job: Job) -> None:
-        job.backward(job.forward(), sync=False)
+        with job.no_sync():
+            job.backward(job.forward())
         job.model.zero_grad()
         step(job)
 
@@ -146,3 +148,132 @@ def test_state_that_is_kept_apart_is_saved(seed: int) -> None:
             job.see(f"momentum of {number}", state["momentum_buffer"])
 
     assert_same(body, ("random", seed, "auto", False), "normed", "decay")
+
+
+def evaluate(job: Job) -> None:
+    job.model.eval()
+    with torch.no_grad():
+        job.see("loss", job.forward())
+    job.model.train()
+
+
+def a_part_alone(job: Job) -> None:
+    with torch.no_grad():
+        job.hidden()
+
+
+def other_buffers(job: Job) -> None:
+    for buffer in job.model.buffers():
+        buffer.fill_(2 + job.world.rank)
+
+
+def replaced_buffers(job: Job) -> None:
+    job.model.middle[1].running_mean = torch.full((13,), 0.2 * job.world.rank).double()
+
+
+def forward_only(job: Job) -> None:
+    job.forward()
+
+
+@pytest.mark.parametrize("change", [a_part_alone, other_buffers, replaced_buffers, forward_only])
+def test_a_forward_sees_the_present_buffers_of_rank_0(change: Callable[[Job], None]) -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            step(job)
+            change(job)
+            evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_buffers_stay_as_they_are_after_a_forward_without_gradients() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        with torch.no_grad():
+            job.forward()
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_buffers_stay_as_they_are_inside_no_sync() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        with job.no_sync():
+            job.backward(job.forward())
+            evaluate(job)
+        step(job)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_a_change_of_plan_changes_no_buffers() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.switch(SERVERS)
+        for name, buffer in job.model.named_buffers():
+            job.see(name, buffer)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_running_statistics_may_arrive_between_two_forwards_of_one_backward_pass() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.optimizer.zero_grad()
+            job.backward(job.forward() + job.forward())
+            job.optimizer.step()
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_one_rank_alone_may_call_the_module_that_has_other_running_statistics() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.forward()
+        if job.world.rank == 0:
+            with torch.no_grad():
+                model = job.model.module if job.ours else job.model
+                job.see("loss", model.eval()(*loop_models.batch(job.name, 100, 0)))
+                model.train()
+        step(job)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+def test_a_gradient_that_was_forgotten_is_not_filled_with_zeros(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        step(job)
+        job.optimizer.zero_grad(set_to_none=True)
+        job.model.zero_grad(set_to_none=False)
+        for parameter in job.model.parameters():
+            job.see("gradient", parameter.grad)
+
+    assert_same(body, way)
+
+
+def test_a_gradient_that_nobody_has_is_not_filled_with_zeros() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.zero_grad(set_to_none=False)
+        for parameter in job.model.second.parameters():
+            job.see("gradient", parameter.grad)
+
+    assert_same(body, SERVERS, "heads")
+
+
+@pytest.mark.parametrize("way", [SHARDED, OVERLAP])
+def test_a_parameter_group_may_be_added_between_backward_and_step(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.optimizer.zero_grad()
+        job.backward(job.forward())
+        job.optimizer.add_param_group({"params": list(job.model.head.parameters()), "lr": 0.02})
+        job.optimizer.step()
+
+    assert_same(body, way, held_back=True)

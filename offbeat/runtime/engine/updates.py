@@ -186,7 +186,7 @@ class Updates:
         for parameter in parameters:
             component = self.component_of.get(id(parameter))
             if component is not None and not component.settled:
-                self.zeroing[id(parameter)] = set_to_none
+                self.zeroing[id(parameter)] = set_to_none or self.zeroing.get(id(parameter), False)
             else:
                 self._forget(component, parameter, set_to_none)
 
@@ -195,9 +195,16 @@ class Updates:
         """What torch's zero_grad() does to one parameter."""
         gradient = raw_gradient(parameter)
         hidden = component is not None and id(parameter) in component.hidden
-        if set_to_none or (gradient is None and not hidden):
+        if component is not None:
+            component.hidden.discard(id(parameter))
+        if set_to_none or (gradient is None and (not hidden or id(parameter) in self.gradients.unused_parameters())):
             set_gradient(parameter, None)
         elif gradient is None or gradient.grad_fn is not None:
             set_gradient(parameter, torch.zeros_like(parameter, requires_grad=False))
         else:
             gradient.zero_()
+
+    def hides(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether an average of its gradient has not been shown nor forgotten."""
+        component = self.component_of.get(id(parameter))
+        return component is not None and id(parameter) in component.hidden
