@@ -20,7 +20,7 @@ class BufferKeeper:
     def __init__(self, model: torch.nn.Module, channel: Channel, root: int) -> None:
         self.channel = channel
         self.root = root
-        self.here = channel.ranks[channel.index] == root
+        """The rank whose values count."""
         held = [registries(module)[1] for module in model.modules()]
         self.registries = held if channel.size > 1 and any(held) else []
         """The dictionaries of all modules' buffers, as a module may replace its own."""
@@ -65,7 +65,7 @@ class BufferKeeper:
         for work, flat, held in self.under_way:
             work.wait()
             for buffer, values in zip(held, flat.split([b.numel() for b in held]), strict=True):
-                if not self.here:
+                if self.channel.ranks[self.channel.index] != self.root:
                     # Not a change that torch counts: an earlier forward may have saved the buffer for its backward.
                     buffer.data.copy_(values.view_as(buffer))
         self.under_way.clear()
@@ -78,6 +78,12 @@ class BufferKeeper:
             work.wait()
         self.under_way.clear()
 
+    def follow(self, root: int) -> None:
+        """From now on this rank's values count."""
+        if root != self.root:
+            self.drop()
+            self.root, self.shared = root, []
+
     def adopt(self, other: "BufferKeeper") -> None:
         """Goes on for another keeper of the same model."""
-        self.due, self.shared = other.due, other.shared
+        self.root, self.due, self.shared = other.root, other.due, other.shared

@@ -76,7 +76,7 @@ class Runtime:
         """Steps taken, by all plans together."""
         self.step_hooks: list[Callable[[], None]] = [self._count_step]
         """Called at the end of every step, whatever the plan."""
-        self.before_forward: list[Callable[[], None]] = [self.share_buffers, self._fit_model]
+        self.before_forward: list[Callable[[], None]] = [self._fit_model]
         """Called before every forward of the model, whatever the plan."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
@@ -133,7 +133,7 @@ class Runtime:
         self.gate = ForwardGate(self.model, self.engine)
         self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
         self.engine.backward_hooks.append(self.buffers.send)
-        self.gate.before_forward = self.before_forward
+        self.gate.before_forward, self.gate.share_buffers = self.before_forward, self.share_buffers
         self.retimer: Retimer | None = None
         self.structure = Structure(self.model, self.optimizer)
         self.step_hooks.append(self._after_first_step)
@@ -157,6 +157,7 @@ class Runtime:
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
         self.buffers.adopt(buffers)
+        self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         scatter_state(self.engine, state)
         self._after_first_step()
@@ -193,14 +194,14 @@ class Runtime:
         """Lets go of the network before the interpreter ends; nothing is applied any more."""
         self.engine.close(deadline)
 
-    def fit_optimizer(self) -> None:
-        """Before a step: plans anew where the optimizer may hold parameters that the plan does not update."""
+    def fit_if_outdated(self) -> None:
+        """Between two passes: plans anew if something is known to have changed, as a step may come before a forward."""
         if self.engine.outdated:
             self._fit_model()
 
     def _fit_model(self) -> None:
         """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
-        if not self.structure.changed(self.engine) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         graph = skeleton(self.model)
         if not graph.variables:
@@ -209,16 +210,16 @@ class Runtime:
         kept = {aspect: getattr(before, aspect) for aspect in ("recompute", "fusion", "accumulation", "weights")}
         strategy = transfer(before, graph, self.plan.cluster).model_copy(update=kept | {"graph": "", "cluster": ""})
         log.info("offbeat plans anew: the training loop has changed the model or its optimizer")
-        known = set(map(id, self.structure.tensors))
-        share_state([t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in known], self.world)
+        known = set(map(id, self.structure.parameters))
+        new = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
+        share_state(new, self.world)
+        self.buffers.due |= bool(new)
         self.switch(lower(graph, self.plan.cluster, strategy, rank=self.plan.rank))
         for hook in self.refit_hooks:
             hook(graph)
 
     def share_buffers(self) -> None:
-        """Before a forward: every rank has rank 0's buffers. As with DDP, not where `model.module` is called."""
-        if self.gate.unwrapped:
-            return
+        """Before a forward: every rank has rank 0's buffers."""
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
             self.buffers.share()
         self.buffers.due = torch.is_grad_enabled() and self.engine.arrivals.synchronise

@@ -15,6 +15,7 @@ from memory_job import MemoryWorld
 from random_strategies import random_strategy
 from small_strategies import OPTIONS
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph.skeleton import skeleton
@@ -46,7 +47,8 @@ class Job:
         self.synchronise = True
         """Off inside no_sync()."""
         self.buffers_due = True
-        """The next forward gets rank 0's buffers."""
+        """The next forward gets `root`'s buffers."""
+        self.root = 0
         self.forwards = 0
         self.seen: list[tuple[int, str, torch.Tensor]] = []
         """What the loop has looked at: in which action, what, and the value."""
@@ -54,6 +56,8 @@ class Job:
         self.kept: list[torch.Tensor] = []
         """Views of parameters."""
         self.saved: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.average: AveragedModel | None = None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         if way is not None:
             self.distribute(way)
 
@@ -101,6 +105,30 @@ class Job:
         if not self.ours and self.synchronise:
             self._average()
 
+    def join(self, steps: list[int], step: Callable[[], None]) -> None:
+        """Each rank takes so many steps; the reference knows how many the others take."""
+        mine = steps[self.world.rank]
+        if self.ours:
+            with self.model.join():
+                for _ in range(mine):
+                    step()
+            return
+        for number in range(max(steps)):
+            self.root = max(rank for rank, each in enumerate(steps) if each > number)
+            if number < mine:
+                step()
+                continue
+            if self.buffers_due:
+                self._broadcast_buffers()
+            self.buffers_due = True
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = None
+            self._average()
+            self.optimizer.step()
+        self._broadcast_buffers()
+        self.root = 0
+
     @torch.no_grad()
     def _average(self) -> None:
         for parameter in self.model.parameters():
@@ -115,17 +143,18 @@ class Job:
 
     def _broadcast_buffers(self) -> None:
         for buffer in self.model.buffers():
-            self.world.broadcast(buffer.data, 0)
+            self.world.broadcast(buffer.data, self.root)
 
     # What every loop does
 
-    def forward(self, size: int = 4) -> torch.Tensor:
-        """The loss of another batch."""
+    def forward(self, size: int = 4, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The loss of another batch, by these weights if they are given."""
         self.forwards += 1
         if not self.ours and self.buffers_due:
             self._broadcast_buffers()
         self.buffers_due = torch.is_grad_enabled() and self.synchronise
-        return self.model(*loop_models.batch(self.name, self.forwards, self.world.rank, size))
+        batch = loop_models.batch(self.name, self.forwards, self.world.rank, size)
+        return self.model(*batch) if weights is None else torch.func.functional_call(self.model, weights, batch)
 
     def hidden(self) -> torch.Tensor:
         """The output of a part of the model that is called alone."""

@@ -277,3 +277,53 @@ def test_a_parameter_group_may_be_added_between_backward_and_step(way: Way) -> N
         job.optimizer.step()
 
     assert_same(body, way, held_back=True)
+
+
+def test_gradients_stay_local_inside_no_sync_where_the_plan_is_made_anew() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.optimizer.zero_grad()
+        with job.no_sync():
+            job.backward(job.forward())
+            job.see("gradient", job.model.head.weight.grad)
+
+    assert_same(body, OVERLAP)
+
+
+def test_weights_for_one_forward_are_no_change_of_the_model() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.optimizer.zero_grad()
+        weight = job.model.head.weight
+        job.backward(job.forward(weights={"head.weight": weight * 0.5}))
+        job.optimizer.step()
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_a_layer_that_is_replaced_before_an_evaluation_trains() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.head = loop_models.make("dense", seed=7).head
+        job.optimizer.param_groups[0]["params"] = list(job.model.parameters())
+        evaluate(job)
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+@pytest.mark.parametrize("steps", [[1, 2, 3], [3, 1, 2], [0, 2, 1]])
+@pytest.mark.parametrize(("way", "model"), [(SERVERS, "dense"), (OVERLAP, "normed"), (OVERLAP, "moving")])
+def test_ranks_that_run_out_of_data(steps: list[int], way: Way, model: str) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        # The optimizer does not hold all parameters, so that some gradients are never forgotten.
+        job.join(steps, lambda: step(job))
+        for name, buffer in job.model.named_buffers():
+            job.see(name, buffer)
+        step(job)
+
+    assert_same(body, way, model, held_back=True)
