@@ -184,7 +184,7 @@ def uneven_data(job: Job, draw: Random) -> None:
 @action(4)
 def evaluation(job: Job, draw: Random) -> None:
     job.model.eval()
-    with torch.no_grad():
+    with torch.inference_mode() if draw.random() < 0.5 else torch.no_grad():
         job.see("loss", job.forward())
     job.model.train()
 
@@ -224,7 +224,8 @@ def read_parameter(job: Job, draw: Random) -> None:
         "index": lambda: parameter[0],
     }
     way = draw.choice(sorted(ways))
-    job.see(f"{name} by {way}", ways[way]())
+    with torch.inference_mode(draw.random() < 0.3):
+        job.see(f"{name} by {way}", ways[way]())
 
 
 @action(3)

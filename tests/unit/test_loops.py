@@ -17,9 +17,15 @@ FACTORS: Way = ("random", 814694, "auto", True)
 
 
 def assert_same(
-    body: Callable[[Job], None], way: Way, model: str = "dense", optimizer: str = "sgd", *, held_back: bool = False
+    body: Callable[[Job], None],
+    way: Way,
+    model: str = "dense",
+    optimizer: str = "sgd",
+    *,
+    held_back: bool = False,
+    find_unused: bool = False,
 ) -> None:
-    loop = Loop(0, 3, model, optimizer, way, False, held_back, ())
+    loop = Loop(0, 3, model, optimizer, way, find_unused, held_back, ())
     assert compare(loop, body, tolerance=1e-12) == ""
 
 
@@ -327,3 +333,20 @@ def test_ranks_that_run_out_of_data(steps: list[int], way: Way, model: str) -> N
         step(job)
 
     assert_same(body, way, model, held_back=True)
+
+
+@pytest.mark.parametrize("way", [OVERLAP, ("partitioned_all_reduce", 0, "auto", True), PARTS])
+@pytest.mark.parametrize("model", ["dense", "heads"])
+def test_an_update_may_be_needed_inside_inference_mode(way: Way, model: str) -> None:
+    def body(job: Job) -> None:
+        for number in range(4):
+            if model == "heads":
+                # The other head's momentum begins there.
+                job.model.chosen = number // 2
+            job.optimizer.zero_grad(set_to_none=False)
+            job.backward(job.forward())
+            job.optimizer.step()
+            with torch.inference_mode():
+                job.see("loss", job.forward())
+
+    assert_same(body, way, model, find_unused=model == "heads")

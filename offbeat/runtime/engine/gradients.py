@@ -15,7 +15,7 @@ from offbeat.runtime.engine.phases import Phase
 from offbeat.runtime.engine.training import Training
 from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import raw_gradient, set_gradient
+from offbeat.runtime.lazy import outside_inference_mode, raw_gradient, set_gradient
 from offbeat.runtime.sync import Synchroniser, box_slices
 
 
@@ -111,6 +111,7 @@ class Gradients:
                     self.owners.publish(synchroniser)
             self.show(component, published=True)
 
+    @outside_inference_mode
     @torch.no_grad()
     def show(self, component: Component, *, published: bool = False) -> None:
         """Puts the averages into `parameter.grad`, and what autograd has added there meanwhile on top of them.

@@ -13,7 +13,7 @@ from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
 from offbeat.runtime.engine.portions import Portions
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
+from offbeat.runtime.lazy import AliasCheck, outside_inference_mode, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 
@@ -93,6 +93,7 @@ class Updates:
         finally:
             self.applying = before
 
+    @outside_inference_mode
     def settle(self, component: Component) -> None:
         """Waits for one component and applies its update."""
         if component.settled:
