@@ -64,6 +64,8 @@ class ForwardGate:
         """What the first training step has shown, once it has."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
+        self.share_buffers: Callable[[], None] = lambda: None
+        """Called after these, except where `model.module` is called: DDP does not share them there."""
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_uncompiled(self._enter_model), prepend=True),
             model.register_forward_hook(_uncompiled(self._leave_model), always_call=True),
@@ -100,12 +102,14 @@ class ForwardGate:
                 self.waiting.append(self.handles[-1])
         components[component] = None
 
-    def _enter_model(self, *_: Any) -> None:
+    def _enter_model(self, model: torch.nn.Module, *_: Any) -> None:
         # Checkpointed modules run forward again inside a backward pass.
         if backward_pass() == -1:
             self.engine.arrivals.recover()
         for action in self.before_forward:
             action()
+        if model is self.model:
+            self.share_buffers()
         if self.watched is None and self.model.training and torch.is_grad_enabled():
             self._start_watching()
 

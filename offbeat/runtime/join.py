@@ -2,7 +2,7 @@
 
 Before each forward the ranks count who still has data, and whether the backward pass will be synchronised. A rank that
 has none left takes part in the others' steps with gradients of zero, as DDP's `join()` has it: the average still
-divides by the number of all ranks.
+divides by the number of all ranks, and buffers are those of the last rank that has data.
 """
 
 from collections.abc import Generator
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import StrategyError
+from offbeat.runtime.engine.phases import Phase
 from offbeat.runtime.faults import explain
 
 if TYPE_CHECKING:
@@ -28,28 +29,61 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
         if torch.is_grad_enabled() and runtime.model.training:
             _count(runtime, active=True, synchronise=runtime.engine.arrivals.synchronise)
 
+    def publish() -> None:
+        # A rank without data cannot know whether the others' loop forgets what owners keep.
+        if runtime.engine.gradients.phase is Phase.KEPT:
+            runtime.engine.settle_all()
+            runtime.engine.gradients.publish_kept()
+
+    publish()
+    runtime.step_hooks.append(publish)
     runtime.before_forward.insert(0, count)
     try:
-        yield
+        try:
+            yield
+        finally:
+            runtime.before_forward.remove(count)
+        # An error ends the loop on this rank alone; the others learn of it as they do of any lost rank.
+        _accompany(runtime)
     finally:
-        runtime.before_forward.remove(count)
-    # An error ends the loop on this rank alone; the others learn of it as they do of any lost rank.
+        runtime.step_hooks.remove(publish)
+
+
+def _accompany(runtime: "Runtime") -> None:
+    """Takes part in the steps of the ranks that have data left, and adds nothing to them."""
     while True:
         active, synchronised = _count(runtime, active=False, synchronise=False)
         if not active:
-            return
+            break
+        for action in runtime.before_forward:
+            action()
+        runtime.share_buffers()
+        runtime.buffers.due = synchronised
         if synchronised:
-            # One step of the others, to which this rank adds nothing.
-            runtime.share_buffers()
             for parameter in runtime.engine.parameters.values():
                 parameter.grad = None
             runtime.engine.backward_without_gradients()
             runtime.engine.step()
+    # The last rank's buffers are everybody's in the end.
+    runtime.buffers.drop()
+    runtime.buffers.due, runtime.buffers.shared = True, []
+    runtime.share_buffers()
+    runtime.buffers.follow(runtime.plan.replicas[0])
 
 
-def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> list[int]:
-    """How many ranks have data left, and how many of them will synchronise."""
-    counts = torch.tensor([active, synchronise], dtype=torch.int32, device=runtime.device)
+def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[bool, bool]:
+    """Whether any rank has data left, and whether one of them will synchronise.
+
+    Buffers are those of the last rank that has data, as with DDP."""
+    control, buffers = runtime.engine.channels.control, runtime.buffers
+    counts = torch.zeros(control.size + 2, dtype=torch.int32, device=runtime.device)
+    counts[control.index] = active
+    counts[-2], counts[-1] = synchronise, active and buffers.due
     with explain(runtime.plan, what="word of which ranks have data left"):
-        runtime.engine.channels.control.all_reduce(counts).wait()
-    return counts.tolist()
+        control.all_reduce(counts).wait()
+    *having, synchronised, due = counts.tolist()
+    left = [rank for rank, has in zip(control.ranks, having, strict=True) if has]
+    if left:
+        buffers.due = bool(due)
+        buffers.follow(max(left))
+    return bool(left), bool(synchronised)
