@@ -263,15 +263,18 @@ def slowest(groups: list[list[Sample]]) -> list[Sample]:
     ]
 
 
-def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
-    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning."""
-    nodes = world // per_node
+def cluster_of(measured: Measured, nodes: Sequence[int], within: Measured, between: Measured) -> ClusterSpec:
+    """The cluster of nodes of so many ranks, with the bandwidth that all-reduces reached, and a table for each
+    partitioning. `within` and `between` are what `measure_nodes` found."""
+    world, largest = sum(nodes), max(nodes)
     fields: dict[str, float | None] = {}
-    if nodes > 1:
+    if len(nodes) > 1:
         fields["address"] = None
-        fields["bandwidth"], fields["latency"] = link_of(measured["all_reduce", world], world)
-    if per_node > 1:
-        fields["intra_bandwidth"], fields["intra_latency"] = link_of(measured["all_reduce", per_node], per_node)
+        among = len(nodes) if between else world
+        fields["bandwidth"], fields["latency"] = link_of((between or measured)["all_reduce", among], among)
+    if largest > 1:
+        samples = (within or measured)["all_reduce", largest]
+        fields["intra_bandwidth"], fields["intra_latency"] = link_of(samples, largest)
     tables = tuple(
         CollectiveTable(
             collective=kind,  # type: ignore[arg-type] # one of KINDS
@@ -283,8 +286,11 @@ def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
         # A cluster file has no tables of gathers.
         if kind != "gather"
     )
-    local = ClusterSpec.local(per_node).nodes[0]
-    made = tuple(local.model_copy(update={**fields, "name": f"node{number}"}) for number in range(nodes))
+    local = ClusterSpec.local(1).nodes[0]
+    made = tuple(
+        local.model_copy(update={**fields, "devices": ranks, "name": f"node{number}"})
+        for number, ranks in enumerate(nodes)
+    )
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 
 
@@ -304,9 +310,10 @@ def main(path: str) -> None:
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
-    local = this_place().local_world
-    per_node = local if 0 < local <= world and world % local == 0 else world
-    cluster = cluster_of(measure_partitionings(world), world, per_node)
+    nodes = ClusterSpec.of_ranks(torch_world().all_gather_object(this_place().node))
+    if nodes is None:
+        raise OffbeatError("ranks: those of a node do not follow each other, as they must in a cluster file")
+    cluster = cluster_of(measure_partitionings(world), [node.devices for node in nodes.nodes], *measure_nodes())
     if dist.get_rank() == 0:
         cluster.save(path)
     dist.barrier()
