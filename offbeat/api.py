@@ -92,7 +92,7 @@ def distribute(
     plan = lower(graph, cluster, chosen, rank=world.rank)
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
-    if strategy == "auto" and world.size > 1 and next(model.parameters()).device.type == "cpu":
+    if strategy == "auto" and world.size > 1:
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 

@@ -7,12 +7,12 @@ on which the backend's threads run. Reduces and broadcasts that go straight to o
 how they share links follows from their roots (`offbeat.simulate.step`).
 
 For a cluster file every collective is measured under every even partitioning of the ranks into groups, which talk at
-the same time (TensorOpt, section 3.2). `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
+the same time (TensorOpt, section 3.2). On GPUs the file also says what each node's devices are and how fast they
+multiply and copy while all of them do. `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -38,6 +38,7 @@ from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
 from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
+from offbeat.timeline.clock import Moment, clock_of
 from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
@@ -58,6 +59,8 @@ Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
 Measured = dict[tuple[str, int], list[Sample]]
 """By collective and size of the groups: samples of the slowest group."""
+MULTIPLIED, COPIED_BYTES = 8192, 2**30
+"""Rows and columns of the matrices by which a GPU's rate is measured, and bytes of the tensor that is copied."""
 _TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
@@ -228,15 +231,15 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
 
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
     """Seconds until each of the collectives, all issued at once, has ended."""
-    begin = time.perf_counter()
+    clock = clock_of(device)
+    begin = clock.now()
     works = [start() for start in starts]
-    ends = []
+    ends: list[Moment] = []
     for work in works:
         work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        ends.append(time.perf_counter() - begin)
-    return ends
+        ends.append(clock.now())
+    clock.wait(ends[-1])
+    return [clock.seconds(end) - clock.seconds(begin) for end in ends]
 
 
 def measure_partitionings(world: int) -> Measured:
@@ -263,9 +266,49 @@ def slowest(groups: list[list[Sample]]) -> list[Sample]:
     ]
 
 
-def cluster_of(measured: Measured, nodes: Sequence[int], within: Measured, between: Measured) -> ClusterSpec:
+def device_figures(device: torch.device, size: int = MULTIPLIED, copied: int = COPIED_BYTES) -> dict[str, Any]:
+    """A node's fields about its device: name, memory, and FLOP and bytes per second as measured here and now."""
+    known = torch.cuda.get_device_properties(device)
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return {
+        "device": known.name,
+        "memory": known.total_memory,
+        "peak_flops": 2 * size**3 / _seconds(partial(torch.matmul, *_matrices(size, dtype, device)), device),
+        # A copy reads and writes.
+        "memory_bandwidth": 2 * copied / _seconds(torch.empty(copied, dtype=torch.uint8, device=device).clone, device),
+    }
+
+
+def _matrices(size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    # Random values: on zeros a GPU draws less power and multiplies faster.
+    return [torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)]
+
+
+def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Of one of some in a row, after some that warm up."""
+    for _ in range(3):
+        action()
+    clock = clock_of(device)
+    begin = clock.now()
+    for _ in range(repeats):
+        action()
+    end = clock.now()
+    clock.wait(end)
+    return (clock.seconds(end) - clock.seconds(begin)) / repeats
+
+
+def cluster_of(
+    measured: Measured,
+    nodes: Sequence[int],
+    within: Measured,
+    between: Measured,
+    devices: Sequence[dict[str, Any]] | None = None,
+) -> ClusterSpec:
     """The cluster of nodes of so many ranks, with the bandwidth that all-reduces reached, and a table for each
-    partitioning. `within` and `between` are what `measure_nodes` found."""
+    partitioning. `within` and `between` are what `measure_nodes` found.
+
+    `devices` are the figures of every rank's device; a node has those of its slowest. Without them they are CPUs.
+    """
     world, largest = sum(nodes), max(nodes)
     fields: dict[str, float | None] = {}
     if len(nodes) > 1:
@@ -287,9 +330,13 @@ def cluster_of(measured: Measured, nodes: Sequence[int], within: Measured, betwe
         if kind != "gather"
     )
     local = ClusterSpec.local(1).nodes[0]
+    slowest_devices: list[dict[str, Any]] = [{}] * len(nodes)
+    if devices is not None:
+        each = iter(devices)
+        slowest_devices = [min(islice(each, ranks), key=lambda one: one["peak_flops"]) for ranks in nodes]
     made = tuple(
-        local.model_copy(update={**fields, "devices": ranks, "name": f"node{number}"})
-        for number, ranks in enumerate(nodes)
+        local.model_copy(update={**fields, **figures, "devices": ranks, "name": f"node{number}"})
+        for number, (ranks, figures) in enumerate(zip(nodes, slowest_devices, strict=True))
     )
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 
@@ -306,14 +353,23 @@ def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
 def main(path: str) -> None:
     """Measures the running job's ranks, each of which must call it; rank 0 writes the cluster file."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+        on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
     nodes = ClusterSpec.of_ranks(torch_world().all_gather_object(this_place().node))
     if nodes is None:
         raise OffbeatError("ranks: those of a node do not follow each other, as they must in a cluster file")
-    cluster = cluster_of(measure_partitionings(world), [node.devices for node in nodes.nodes], *measure_nodes())
+    devices: list[Any] | None = None
+    if dist.get_backend() == "nccl":
+        devices = [None] * world
+        dist.barrier()
+        dist.all_gather_object(devices, device_figures(torch_world().device))
+    sizes = [node.devices for node in nodes.nodes]
+    cluster = cluster_of(measure_partitionings(world), sizes, *measure_nodes(), devices)
     if dist.get_rank() == 0:
         cluster.save(path)
     dist.barrier()

@@ -82,6 +82,8 @@ class Step:
     communication: tuple[Collective, ...]
     plan: RecordedPlan | None = None
     """The plan in force, in an Offbeat job."""
+    host_late_ns: int = 0
+    """Nanoseconds in which a GPU had done all that the host had given it."""
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,7 @@ class _StepLine(BaseModel):
     updated: StrictBool
     communication: list[Collective]
     """What ended meanwhile; it may belong to an earlier step."""
+    host_late_ns: Size = 0
 
 
 _HEADER = TypeAdapter(Header)
@@ -289,7 +292,8 @@ def _steps(
         for row in numbered:
             if row.turn >= MOST_TURNS:
                 raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
-        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan))
+        late = sum(each.host_late_ns for each in joined)
+        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan, late))
     return tuple(steps)
 
 

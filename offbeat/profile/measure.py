@@ -28,7 +28,14 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, with_variables_of
+from offbeat.profile.compute import (
+    compute_scale,
+    gap_seconds,
+    host_late_share,
+    measured_graph,
+    update_costs,
+    with_variables_of,
+)
 from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
@@ -39,6 +46,8 @@ from offbeat.timeline import KINDS, Timeline
 from offbeat.timeline.observer import covered
 
 WARM_UP_STEPS = 3
+LAUNCH_BOUND = 0.1
+"""Share of a step in which the GPU waits for the host, from which on it is worth a note."""
 MOST_CORRECTED = 2.0
 """The largest factor by which a job's own collectives correct what was calibrated."""
 SERVER_CORRECTIONS = 4
@@ -139,6 +148,11 @@ def make_profile(
         said.append(
             f"gradients are synchronised {synchronisations} times a step; with model.no_sync() around all backward "
             f"passes but the last they would be once, as in the strategies that are predicted"
+        )
+    if (late := host_late_share(steady)) > LAUNCH_BOUND:
+        said.append(
+            f"in {late:.0%} of the step the GPU waits for the host to launch its next work; torch.compile, CUDA graphs "
+            f"or fewer and larger operations would help there, a faster network would not"
         )
     per_call, per_byte = update_costs(steady, graph)
     costs = replace(

@@ -4,11 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+import torch
 
 from offbeat.cli import main
 from offbeat.cluster import ClusterSpec, Node
@@ -16,7 +18,7 @@ from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.calibrate import cluster_of, link_of, slowest
+from offbeat.profile.calibrate import cluster_of, device_figures, link_of, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
 from offbeat.profile.whatif import costs_of_workers, parse_what_if, resized, scaled_fit, what_if, with_workers
 from offbeat.report.advice import what_would_help
@@ -451,6 +453,23 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert unequal.nodes[0].bandwidth == link_of(level["all_reduce", 2], 2)[0]
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
     assert np.isfinite(spec.nodes[0].intra_bandwidth)
+    fast = {"device": "NVIDIA H200", "memory": 150_000_000_000, "peak_flops": 8e14, "memory_bandwidth": 4e12}
+    slow = {"device": "Unheard of", "memory": 2**30, "peak_flops": 1e12, "memory_bandwidth": 1e11}
+    unequal = cluster_of(measured, (2, 2), {}, {}, [fast, fast | {"peak_flops": 7e14}, slow, slow])
+    assert [(node.device, node.peak_flops) for node in unequal.nodes] == [("NVIDIA H200", 7e14), ("Unheard of", 1e12)]
+    assert [node.memory for node in unequal.nodes] == [150_000_000_000, 2**30]
+    assert unequal.nodes[0].bandwidth == spec.nodes[0].bandwidth
+    assert ClusterSpec.from_yaml(unequal.to_yaml()) == unequal
+
+
+def test_a_device_is_described_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(name="X", total_memory=2**30))
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    figures = device_figures(torch.device("cpu"), size=64, copied=2**16)
+    assert (figures["device"], figures["memory"]) == ("X", 2**30)
+    assert 1e6 < figures["peak_flops"] < 1e15
+    assert 1e6 < figures["memory_bandwidth"] < 1e15
 
 
 def test_a_server_receives_from_as_many_as_there_are() -> None:
