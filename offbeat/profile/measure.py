@@ -292,7 +292,9 @@ def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
     """The recorded DDP buckets as a strategy."""
     groups = {name: row.task for row in traces[0].steps[-1].communication for name in row.name.split(",")}
     configs = {
-        variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
+        variable.name: VariableConfig(
+            shards=(Shard(synchronizer="sparse_all_gather") if variable.sparse else Shard(group=groups[variable.name]),)
+        )
         for variable in graph.variables
         if variable.name in groups
     }

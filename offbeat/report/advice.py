@@ -28,6 +28,10 @@ _LINKS = (
     ("Links with twice the bandwidth", "bandwidth=2x"),
     ("Links with half the latency", "latency=0.5x"),
 )
+_LEVELS = (
+    ("Links between nodes with twice the bandwidth", "inter_bandwidth=2x"),
+    ("Links within nodes with twice the bandwidth", "intra_bandwidth=2x"),
+)
 _DEVICES = ("Devices that compute twice as fast", "compute=2x")
 
 Predict = Callable[[], float]
@@ -74,7 +78,9 @@ def _of_plan(profile: Profile) -> WhatIfs:
     base = _step(profile)
     tried: list[tuple[str, str, Predict]] = []
     if profile.cluster.world_size > 1:
-        tried += [(label, change, partial(_step, profile, change)) for label, change in _LINKS]
+        both = 1 < len(profile.cluster.nodes) < profile.cluster.world_size
+        links = (*_LINKS, *_LEVELS) if both else _LINKS
+        tried += [(label, change, partial(_step, profile, change)) for label, change in links]
         about = "wire=fp16; gradients are rounded"
         tried.append(("Gradients sent as fp16", about, partial(_step, profile, "wire=fp16")))
     tried.append((*_DEVICES, partial(_step, profile, _DEVICES[1])))

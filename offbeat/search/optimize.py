@@ -185,7 +185,8 @@ def recommend(
     """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
     problem = Problem(graph, cluster, costs, memory_limit=limit)
-    recipes = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    sized = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    recipes = [*sized, *(Recipe(builder=name) for name in STARTS)]
     made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
     fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]
     if not fitting:
