@@ -223,7 +223,7 @@ def variable_updates(plan: Plan) -> dict[str, float]:
     node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
     updates: dict[str, float] = {}
     for operator in plan.graph.phase("optimizer"):
-        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+        moved = operator.bytes_moved / node.memory_bandwidth
         for name in operator.variables:
             updates[name] = operator.seconds if operator.seconds is not None else moved
     for message in plan.messages:

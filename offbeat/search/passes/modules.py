@@ -38,7 +38,7 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     cost = {}
     for path in blocks(problem.graph):
         operators = [op for op in forward if within(op.module, path)]
-        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
+        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_moved for op in operators)
         freed = sum(op.activation_bytes for op in operators)
         if freed and path not in done:
             cost[path] = work / freed
