@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
-from offbeat.errors import OffbeatError, StrategyError
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Strategy, build_strategy, builders, check_fits
+from offbeat.strategy import Strategy, build_strategy, check_fits, saved_strategy
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -143,14 +143,11 @@ def resolve_strategy(
     """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
     if isinstance(strategy, str) and strategy == "auto":
         return _starting_strategy(graph, cluster, world or torch_world())
-    if isinstance(strategy, str) and strategy in builders():
-        return build_strategy(strategy, graph, cluster)
-    if not isinstance(strategy, Strategy):
-        if not Path(strategy).exists():
-            raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
-        strategy = Strategy.load(strategy)
+    given = strategy if isinstance(strategy, Strategy) else saved_strategy(strategy, "strategy")
+    if given is None:
+        return build_strategy(str(strategy), graph, cluster)
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
-    return strategy.model_copy(update={"cluster": ""})
+    return given.model_copy(update={"cluster": ""})
 
 
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:

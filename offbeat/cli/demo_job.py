@@ -34,8 +34,9 @@ TIMEOUT = timedelta(seconds=60)
 class Job:
     """One replica, trained in one of several ways, with the times and losses of its steps."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.seconds: list[list[float]] = []
         """Of the timed steps, round by round."""
         self.losses: list[float] = []
@@ -68,10 +69,11 @@ def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: 
         return zoo.build(model, scale, batch, **options)
 
     batches = [build(1 + dist.get_rank() * BATCHES + index)[1] for index in range(BATCHES)]
-    jobs = {"offbeat": _with_offbeat(build(0)[0])}
+    jobs = {"offbeat": Job(build(0)[0])}
+    offbeat.distribute(jobs["offbeat"].model, jobs["offbeat"].optimizer, strategy="auto", timeout=TIMEOUT)
     settled = _settle(jobs["offbeat"], batches)
     bucket, jobs["best_ddp"] = _best_ddp(lambda: build(0)[0], batches)
-    jobs |= {"ddp": _with_ddp(build(0)[0], None), "compute": _alone(build(0)[0])}
+    jobs |= {"ddp": _with_ddp(build(0)[0], None), "compute": Job(build(0)[0])}
     for name in ("ddp", "compute"):
         jobs[name].train(batches, untimed=WARM_UP_STEPS, timed=0)
     network = []
@@ -117,18 +119,6 @@ def _all_reduce_seconds(model: torch.nn.Module) -> float:
     return time.perf_counter() - begin
 
 
-def _alone(model: torch.nn.Module) -> Job:
-    return Job(model, _optimizer(model))
-
-
 def _with_ddp(model: torch.nn.Module, bucket_mb: int | None) -> Job:
     """None is DDP's default: a first bucket of 1 MiB, then 25 MiB. An explicit 25 makes the first one as large."""
-    return Job(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), _optimizer(model))
-
-
-def _with_offbeat(model: torch.nn.Module) -> Job:
-    return Job(*offbeat.distribute(model, _optimizer(model), strategy="auto", timeout=TIMEOUT))
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    return Job(DistributedDataParallel(model, bucket_cap_mb=bucket_mb))

@@ -3,7 +3,7 @@
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
 from offbeat.strategy.model import Encoder, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
-from offbeat.strategy.registry import build_strategy, builders, register_builder
+from offbeat.strategy.registry import build_strategy, builders, register_builder, saved_strategy
 from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "builders",
     "check_fits",
     "register_builder",
+    "saved_strategy",
     "transfer",
 ]

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
@@ -31,6 +33,16 @@ def register_builder(name: str) -> Callable[[Builder], Builder]:
 def builders() -> tuple[str, ...]:
     """Names of all builders, Offbeat's own and registered ones."""
     return tuple(sorted(_builders))
+
+
+def saved_strategy(named: str | PathLike[str], field: str) -> Strategy | None:
+    """The strategy in a file, or None for a builder's name; anything else is refused by the name of the field."""
+    if named in _builders:
+        return None
+    if not Path(named).exists():
+        known = ", ".join(builders())
+        raise StrategyError(f"{field}: {str(named)!r} is neither a builder ({known}) nor a strategy file")
+    return Strategy.load(named)
 
 
 def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options: object) -> Strategy:
