@@ -183,7 +183,7 @@ def join_job(timeout: timedelta | None = None) -> None:
 
 
 def _this_cluster(ranks: list[int]) -> ClusterSpec:
-    """The job's ranks as far as the launcher tells: so many on each node."""
+    """The job's ranks, on as many nodes as the launcher's environment tells."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0) or len(ranks)
     sizes = [len(list(members)) for _, members in groupby(rank // local for rank in ranks)]
     if len(sizes) > 1 and len(set(sizes)) == 1:

@@ -42,7 +42,7 @@ class Replica:
         self.losses: list[float] = []
 
     def train(self, batches: list[Any], untimed: int, timed: int) -> None:
-        """Trains so many steps; the network is idle before and after, so that the jobs do not disturb each other."""
+        """Trains some steps; the network is idle before and after, so that the jobs do not disturb each other."""
         dist.barrier()
         seconds = []
         for _ in range(untimed + timed):

@@ -3,8 +3,8 @@ plan → seconds of its updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
-linear fit. With several in flight the overhead is what each of a row of small ones adds; next to large ones it passes
-while their bytes are on the wire (`in_a_row`).
+linear fit. With several in flight, the overhead is what each of several back-to-back small collectives adds; beside
+large ones it is hidden behind their bytes (`in_a_row`).
 """
 
 from collections import defaultdict, deque
@@ -77,7 +77,7 @@ class Costs:
     """More for each collective."""
 
     def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Costs":
-        """The same on links with so many times the bandwidth and the latency."""
+        """The same on links with `bandwidth` and `latency` times the measured ones."""
         if not (bandwidth > 0 and latency >= 0):
             raise OffbeatError(f"bandwidth {bandwidth} and latency {latency} must be positive factors")
         fits = {
@@ -87,8 +87,8 @@ class Costs:
         return replace(self, collectives=fits)
 
     def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float, float]:
-        """(seconds for which a task among equals takes the link, seconds until its result is there after that, and of
-        the first those that pass without a byte of its own where others are in flight)."""
+        """(seconds for which a task takes the link, seconds from then until its result is there, and the part of the
+        first in which no byte of its own is on the wire)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0, 0.0
         fit = self.collectives.get((task.kind, len(task.ranks)))
@@ -131,7 +131,7 @@ class Costs:
         return factor, self.call_seconds
 
     def update(self, bytes_updated: float, estimate: float) -> float:
-        """Seconds of one optimizer call on so many bytes of variables."""
+        """Seconds of one optimizer call on `bytes_updated` bytes of variables."""
         if self.update_seconds_per_byte is None:
             return self.update_call_seconds + estimate
         return self.update_call_seconds + self.update_seconds_per_byte * bytes_updated
@@ -195,8 +195,8 @@ def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) 
 
 
 def network_seconds(plan: Plan, costs: Costs) -> float:
-    """Seconds for which the busiest rank's link is taken in one step at the least: nothing else holds it up, and what
-    precedes a message's bytes passes behind others' where several may be under way."""
+    """The least seconds per step for which the busiest rank's link is taken: it waits for nothing else, and overheads
+    are hidden behind the bytes of other messages where several may be under way."""
     busy: dict[tuple[int, bool], float] = defaultdict(float)
     """By rank and direction."""
     everyone = 0.0

@@ -44,7 +44,7 @@ MOST_WORKERS = 4096
 MOST_SERVER_PARTS = 20_000
 """Limit on shards held by servers times workers, which do not fold: about three seconds of replay."""
 MOST_REPLAYED_SPANS = 60_000
-"""A trace without a plan is replayed in its last steps, with at most so many spans."""
+"""Most spans of a trace without a plan that are replayed: those of its last steps."""
 SEARCH_SECONDS = 4.0
 CAPTURED_STRATEGY = "ddp"
 """The baseline of a model that was not recorded."""
