@@ -3,7 +3,6 @@
 import contextlib
 import os
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
+from offbeat.launch import this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Strategy, build_strategy, check_fits, saved_strategy
+from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -72,7 +72,7 @@ def distribute(
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
     world = torch_world(_group(process_group, device_mesh))
-    cluster = cluster or _this_cluster(world.global_ranks())
+    cluster = cluster or _this_cluster(world)
     if cluster.world_size != world.size:
         raise OffbeatError(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
@@ -92,7 +92,7 @@ def distribute(
     plan = lower(graph, cluster, chosen, rank=world.rank)
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
-    if strategy == "auto" and world.size > 1 and next(model.parameters()).device.type == "cpu":
+    if strategy == "auto" and world.size > 1:
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 
@@ -143,11 +143,12 @@ def resolve_strategy(
     """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
     if isinstance(strategy, str) and strategy == "auto":
         return _starting_strategy(graph, cluster, world or torch_world())
-    given = strategy if isinstance(strategy, Strategy) else saved_strategy(strategy, "strategy")
-    if given is None:
-        return build_strategy(str(strategy), graph, cluster)
+    if isinstance(strategy, str) and strategy in builders():
+        return build_strategy(strategy, graph, cluster)
+    if not isinstance(strategy, Strategy):
+        strategy = strategy_for(strategy, graph, cluster, "strategy")
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
-    return given.model_copy(update={"cluster": ""})
+    return strategy.model_copy(update={"cluster": ""})
 
 
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
@@ -182,10 +183,8 @@ def join_job(timeout: timedelta | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _this_cluster(ranks: list[int]) -> ClusterSpec:
-    """The job's ranks, on as many nodes as the launcher's environment tells."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0) or len(ranks)
-    sizes = [len(list(members)) for _, members in groupby(rank // local for rank in ranks)]
-    if len(sizes) > 1 and len(set(sizes)) == 1:
-        return ClusterSpec.homogeneous(nodes=len(sizes), devices_per_node=sizes[0])
-    return ClusterSpec.local(len(ranks))
+def _this_cluster(world: TorchWorld) -> ClusterSpec:
+    """The nodes that the job's ranks say they run on."""
+    nodes = world.all_gather_object(this_place().node)
+    several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
+    return several or ClusterSpec.local(world.size)

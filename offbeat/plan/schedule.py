@@ -27,7 +27,7 @@ def sliceable(carrier: Message | Shard) -> bool:
     return carrier.synchronizer in _SLICED and carrier.encoder.sliceable
 
 
-class StageSlice(NamedTuple):
+class Job(NamedTuple):
     """One slice of one stage of one message."""
 
     message: int
@@ -122,15 +122,15 @@ def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float],
     return plan.reordered([*(jobs[place] for place in order), *held])
 
 
-def _issue_order(draft: Draft) -> list[StageSlice]:
-    jobs: list[StageSlice] = []
+def _issue_order(draft: Draft) -> list[Job]:
+    jobs: list[Job] = []
     follows: list[int] = []
     explicit = _explicit_slices(draft)
     for message, stages in zip(draft.messages, draft.stages, strict=True):
         previous = -1
         for number, stage in enumerate(stages):
             ranges = _slices(draft, message, stage, explicit)
-            jobs.extend(StageSlice(message.index, number, start, stop) for start, stop in ranges)
+            jobs.extend(Job(message.index, number, start, stop) for start, stop in ranges)
             follows.extend([previous] * len(ranges))
             # A stage starts when the last slice of the one before has ended.
             previous = len(jobs) - 1
@@ -192,7 +192,7 @@ def _explicit_slices(draft: Draft) -> dict[int, Ranges]:
     return slices
 
 
-def _job_seconds(draft: Draft, job: StageSlice) -> float:
+def _job_seconds(draft: Draft, job: Job) -> float:
     stage = draft.stages[job.message][job.stage]
     ranks, _ = max(stage.groups, key=lambda group: len(group[0]))
     if stage.kind == "update" or len(ranks) < 2:
@@ -202,7 +202,7 @@ def _job_seconds(draft: Draft, job: StageSlice) -> float:
     return seconds + draft.cluster.latency(ranks[0], ranks[-1])
 
 
-def _wire_bytes(message: Message, stage: Stage, job: StageSlice, participants: int) -> int:
+def _wire_bytes(message: Message, stage: Stage, job: Job, participants: int) -> int:
     if stage.kind == "update":
         return 0
     share = job.stop - job.start
