@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
-from offbeat.errors import OffbeatError, StrategyError
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.launch import this_place
@@ -20,7 +20,7 @@ from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Recipe, Strategy, build_strategy, builders, check_fits, load_strategy
+from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -146,10 +146,7 @@ def resolve_strategy(
     if isinstance(strategy, str) and strategy in builders():
         return build_strategy(strategy, graph, cluster)
     if not isinstance(strategy, Strategy):
-        if not Path(strategy).exists():
-            raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
-        loaded = load_strategy(strategy)
-        strategy = loaded.build(graph, cluster) if isinstance(loaded, Recipe) else loaded
+        strategy = strategy_for(strategy, graph, cluster, "strategy")
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
     return strategy.model_copy(update={"cluster": ""})
 

@@ -154,7 +154,7 @@ def fit_linear(bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 
 def latency_steps(kind: str, participants: int) -> int:
-    """Messages one after another that a ring, or a chain, of so many ranks takes."""
+    """Messages one after another that a ring, or a chain, of `participants` ranks takes."""
     return ROUNDS.get(kind, 0) * (participants - 1)
 
 

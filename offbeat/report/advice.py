@@ -12,12 +12,12 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
 from offbeat.profile.whatif import changed, plan_known, what_if
-from offbeat.report.steps import Steps, name_ranks
+from offbeat.report.steps import TimelineSteps
 from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
 from offbeat.simulate import step_seconds
 from offbeat.timeline import Timeline
-from offbeat.timeline.diagnosis import Diagnosis
+from offbeat.timeline.diagnosis import Diagnosis, name_ranks
 from offbeat.timeline.model import KINDS
 
 MOST_REPLAYED_SPANS = 150_000
@@ -96,7 +96,7 @@ def _of_plan(profile: Profile) -> WhatIfs:
 
 
 def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
-    steps = Steps(timeline)
+    steps = TimelineSteps(timeline)
     part = steps.last(MOST_REPLAYED_SPANS)
     if part is None:
         note = f"what-ifs are left out: the last step alone has more than {MOST_REPLAYED_SPANS} spans to replay"
