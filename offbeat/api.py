@@ -29,6 +29,8 @@ STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
+MOST_GPU_MESSAGES = 24
+"""At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
 """What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
@@ -161,7 +163,8 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
-    bucket = min(max(8 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
+    least = MIN_BUCKET_BYTES if world.device.type == "cpu" else graph.parameter_bytes / MOST_GPU_MESSAGES
+    bucket = min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
 
 

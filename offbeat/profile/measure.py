@@ -68,6 +68,8 @@ class Profile:
     """Times that a step synchronises its gradients; plans do so once."""
     recorded: RecordedPlan | None = None
     """The plan in force while an Offbeat job was recorded."""
+    host_late: float = 0.0
+    """Share of a step in which the GPU waits for the host to launch its next work."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -176,6 +178,7 @@ def make_profile(
         job=traces[0].job,
         synchronisations=synchronisations,
         recorded=recorded,
+        host_late=late,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
     served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)

@@ -38,7 +38,7 @@ SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
 """What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
 SLACK_SECONDS = 1e-3
 """A gradient that is later than planned holds up everything after it in a fixed order."""
-BARRIER_BUCKETS = (2**19, 2**20, 2**22, 25 * 2**20)
+BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
 
 
 def optimize(
@@ -165,17 +165,25 @@ def _annealed(problem: Problem, best: Candidate, seed: int, rounds: int | None) 
 
 
 def candidates(
-    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, present: Strategy, barrier: bool = False
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    costs: Costs,
+    present: Strategy,
+    barrier: bool = False,
+    issue_seconds: float = 0.0,
 ) -> list[Candidate]:
     """The present strategy (by the name 'present') and others, the quickest first.
 
-    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like.
+    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
+    what each collective adds to a step whose host launches its work too late, which replay does not know.
     """
     problem = Problem(graph, cluster, costs)
     found = []
     for name, strategy in (*_others(graph, cluster, costs), ("present", present)):
         mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
-        found.append(problem.evaluate(rescheduled(strategy, mode=mode), name))
+        candidate = problem.evaluate(rescheduled(strategy, mode=mode), name)
+        issuing = issue_seconds * len(candidate.plan.communication)
+        found.append(replace(candidate, seconds=candidate.seconds + issuing))
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
