@@ -277,6 +277,7 @@ def _rank_trace(trace: Trace, steps: Sequence[_Step], world: int, names: Sequenc
         machine=trace.host,
         node=trace.host,
         backend=trace.backend,
+        device="" if trace.on_device else "cpu",
         modules=tuple(modules),
         parameters=tuple((name, *tensor) for name, tensor in zip(names, tensors, strict=True)),
         gradients=tuple(names),

@@ -100,6 +100,8 @@ class Header:
     local_world: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
     """This rank's number on its node and how many ranks that has, where the launcher says."""
     backend: str = ""
+    device: str = ""
+    """'cpu' or the name of the GPU; '' in traces that do not tell."""
     modules: tuple[str, ...]
     parameters: tuple[tuple[str, tuple[Size, ...], str], ...]
     """Name, shape and type."""

@@ -313,7 +313,7 @@ def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> Cluster
         levels = {"intra_": (costs.collectives, world)}
     else:
         levels[""] = costs.collectives, nodes if ("all_reduce", nodes) in costs.collectives else world
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {"device": traces[0].device} if traces[0].device else {}
     for prefix, (fits, participants) in levels.items():
         fit = fits.get(("all_reduce", participants))
         if participants > 1 and fit is not None and fit.seconds_per_byte:

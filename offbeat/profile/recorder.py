@@ -247,6 +247,7 @@ class Recorder:
             "rank": self.rank,
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "backend": dist.get_backend() if dist.is_initialized() else "",
+            "device": _device_name(next(model.parameters()).device),
             "job": self.kind,
             "machine": machine_name(),
             **this_place()._asdict(),
@@ -373,6 +374,10 @@ def runtime_of(module: torch.nn.Module) -> Runtime | None:
     """The runtime that distribute() attached to a model, if an engine trains it."""
     attached = getattr(module, "_offbeat", None)
     return attached if isinstance(attached, Runtime) else None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def is_trained(module: torch.nn.Module) -> bool:
