@@ -168,7 +168,7 @@ def _straight_seconds_per_byte(ranks: tuple[int, ...], root: int, rank: int, clu
     """Of a root's interface or its node's bus, which carry all bytes; of another's path, which carries its own."""
     if rank != root:
         return 1.0 / cluster.bandwidth(rank, root)
-    far = sum(not cluster.same_node(each, root) for each in ranks)
+    far = sum(not cluster.one_node((each, root)) for each in ranks)
     node = cluster.node_of(root)
     return max(far / cluster.node_bandwidth(node), (len(ranks) - 1 - far) / cluster.nodes[node].intra_bandwidth)
 
