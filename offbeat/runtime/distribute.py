@@ -78,6 +78,8 @@ class Runtime:
         """Called at the end of every step, whatever the plan."""
         self.before_forward: list[Callable[[], None]] = [self._fit_model]
         """Called before every forward of the model, whatever the plan."""
+        self.before_step: list[Callable[[], None]] = []
+        """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
         self.opened: dict[Key, Channel] = {}
