@@ -2,12 +2,13 @@
 
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
-from offbeat.strategy.model import Encoder, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
+from offbeat.strategy.model import Encoder, FullyShard, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
 from offbeat.strategy.registry import build_strategy, builders, register_builder
 from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
     "Encoder",
+    "FullyShard",
     "OperatorConfig",
     "Schedule",
     "Shard",

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 import small_models
+from small_strategies import ENGINE_BUILDERS
 
 import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import capture
-from offbeat.strategy import build_strategy, builders
+from offbeat.strategy import build_strategy
 
 STEPS = 5
 
@@ -47,7 +48,7 @@ def main() -> None:
             # A small model's graph is captured once: on the CPU, as the variables are the same.
             graph = capture(small_models.make(name), small_models.batch(name, 0, rank))
             cluster = ClusterSpec.homogeneous(nodes=world, devices_per_node=1)
-            for builder in builders():
+            for builder in ENGINE_BUILDERS:
                 for mode in ("auto", "barrier"):
                     strategy = build_strategy(builder, graph, cluster)
                     schedule = strategy.schedule.model_copy(update={"mode": mode})

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offbeat.strategy import Shard, Strategy, VariableConfig
+from offbeat.strategy import Shard, Strategy, VariableConfig, builders
 from offbeat.strategy.model import Schedule
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -23,6 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "uneven_partitioned_ps": {"servers": "ranks"},
 }
 """Options of each builder, in bytes of such models."""
+ENGINE_BUILDERS = tuple(name for name in builders() if name != "fsdp")
+"""Builders whose strategies run on Offbeat's own engine; `fsdp` runs on torch's and takes no sparse gradients."""
 EXPECTED_MODE = {"auto": "deferred", "barrier": "barrier"}
 """The mode in which a strategy that asks for the key ends."""
 
