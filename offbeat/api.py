@@ -90,6 +90,11 @@ def distribute(
         ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
+    if chosen.fsdp is not None:
+        from offbeat.runtime.fsdp import FsdpRuntime
+
+        FsdpRuntime(model, optimizer, plan, world)
+        return model, optimizer
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1 and next(model.parameters()).device.type == "cpu":

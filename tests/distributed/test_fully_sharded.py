@@ -1,0 +1,47 @@
+"""Training by torch's `fully_shard` with a strategy's choices ends with the numbers of one process."""
+
+from typing import Any
+
+import pytest
+from harness import Pools
+
+POINTS: list[dict[str, Any]] = [
+    {},
+    {"reshard": False, "prefetch": 0},
+    {"root": True, "prefetch": 2},
+    {"recompute": True},
+    {"units": "2KiB", "accumulation": 2},
+    {"units": []},
+    {"units": "1KiB", "reshard": False, "root": True, "recompute": True},
+    {"prefetch": 3, "accumulation": 4},
+    {"replicas": 2},
+    {"replicas": 2, "reshard": False, "recompute": True, "accumulation": 2},
+]
+SMALLER_GROUPS: list[dict[str, Any]] = [{"reshard": 2}, {"reshard": 2, "recompute": True, "prefetch": 2}]
+MODELS = [("mlp", "adamw"), ("cnn", "sgd"), ("transformer", "adamw"), ("gpt2", "adamw")]
+
+
+@pytest.mark.parametrize(("model", "kind"), MODELS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_choice_equals_one_process(pools: Pools, world: int, model: str, kind: str):
+    points = POINTS + (SMALLER_GROUPS if world == 4 else [])
+    if model == "cnn":
+        # BatchNorm sees a micro-batch alone.
+        points = [{key: value for key, value in point.items() if key != "accumulation"} for point in points]
+    ranks = pools(world).call("fsdp_points", model=model, kind=kind, points=points, timeout=240)
+    for point, *answers in zip(points, *ranks, strict=True):
+        assert max(answer["error"] for answer in answers) < 1e-10, point
+        # Variables really are held in parts, or the test would prove nothing.
+        assert min(answer["held"] for answer in answers) < 0.9 or point.get("replicas") == world
+        assert f"strategy 'fsdp' in barrier mode on {world} ranks" in answers[0]["summary"]
+
+
+@pytest.mark.parametrize(("model", "kind"), [("gpt2", "adamw"), ("cnn", "sgd")])
+def test_a_checkpoint_passes_from_engine_to_engine(pools: Pools, model: str, kind: str):
+    for errors in pools(2).call("fsdp_checkpoints", model=model, kind=kind):
+        assert max(errors) < 1e-10
+
+
+def test_a_loop_may_accumulate_clip_and_evaluate(pools: Pools):
+    for answer in pools(2).call("fsdp_loop"):
+        assert answer["error"] < 1e-10
