@@ -132,7 +132,7 @@ class ShardedRuntime:
 
     def _scatter_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-        return map_state(state_dict, lambda place, key, value: shard_state(key, value, parameters.get(place), self.grid))
+        return map_state(state_dict, lambda at, key, value: shard_state(key, value, parameters.get(at), self.grid))
 
 
 def _check_supported(strategy: Strategy) -> None:
