@@ -266,14 +266,14 @@ def backend_of(group: Any, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def all_gather_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+def all_gather_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
     """Starts an all-gather into one tensor, on a process group that torch.distributed does not know."""
-    return group._allgather_base(output, tensor)
+    return group._allgather_base(output, tensor, options)
 
 
-def reduce_scatter_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+def reduce_scatter_flat(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
     """Starts a reduce-scatter of one tensor, on a process group that torch.distributed does not know."""
-    return group._reduce_scatter_base(output, tensor)
+    return group._reduce_scatter_base(output, tensor, options)
 
 
 def open_group(backend: str, store: Any, index: int, size: int, in_flight: int, timeout: timedelta) -> Any:

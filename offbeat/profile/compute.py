@@ -185,6 +185,12 @@ def compute_scale(traces: list[RankTrace]) -> dict[int, float]:
     return {rank: mine / usual for rank, mine in seconds.items() if usual and abs(mine / usual - 1) > STRAGGLER}
 
 
+def host_late_share(traces: list[RankTrace]) -> float:
+    """The share of a step in which the GPU has nothing to do because the host is late."""
+    steps = [step for trace in traces for step in trace.steps]
+    return median(step.host_late_ns * 1e-9 / max(step.end - step.begin, 1e-9) for step in steps)
+
+
 def gap_seconds(traces: list[RankTrace]) -> float:
     """Seconds of a step in which a rank neither computes nor waits nor updates."""
     left = []

@@ -82,6 +82,8 @@ class Step:
     communication: tuple[Collective, ...]
     plan: RecordedPlan | None = None
     """The plan in force, in an Offbeat job."""
+    host_late_ns: int = 0
+    """Nanoseconds in which a GPU had done all that the host had given it."""
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,11 @@ class Header:
     world: Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
     job: str
     machine: str
+    node: str = ""
+    """The name of its node, equal for ranks that share one; '' in traces that do not tell."""
+    local_rank: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
+    local_world: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
+    """This rank's number on its node and how many ranks that has, where the launcher says."""
     backend: str = ""
     modules: tuple[str, ...]
     parameters: tuple[tuple[str, tuple[Size, ...], str], ...]
@@ -145,6 +152,7 @@ class _StepLine(BaseModel):
     updated: StrictBool
     communication: list[Collective]
     """What ended meanwhile; it may belong to an earlier step."""
+    host_late_ns: Size = 0
 
 
 _HEADER = TypeAdapter(Header)
@@ -262,7 +270,8 @@ def _steps(
         for row in numbered:
             if row.turn >= MOST_TURNS:
                 raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
-        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan))
+        late = sum(each.host_late_ns for each in joined)
+        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan, late))
     return tuple(steps)
 
 

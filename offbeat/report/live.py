@@ -26,7 +26,7 @@ from offbeat.plan import Plan, lower
 from offbeat.profile.measure import Profile
 from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.source import load_recording
-from offbeat.profile.whatif import WIRES, Change, changed, costs_of_workers, plan_known, what_if, with_workers
+from offbeat.profile.whatif import WIRES, Change, changed, plan_known, resized, what_if, with_workers
 from offbeat.report.scene import pack_timeline
 from offbeat.report.steps import PARTS, Steps, name_ranks, parts_of, rank_parts, with_marks
 from offbeat.search.optimize import search
@@ -278,8 +278,7 @@ class Session:
         moved = self.profile.with_links(state.bandwidth, state.latency)
         cluster, costs = moved.cluster, moved.costs
         if state.workers is not None:
-            cluster = with_workers(moved.cluster, state.workers)
-            costs = costs_of_workers(costs, self.world, cluster.world_size)
+            cluster, costs = resized(cluster, costs, state.workers)
         if state.strategy not in (RECORDED, OPTIMISED):
             strategy = build_strategy(state.strategy, moved.graph, cluster)
         else:

@@ -109,12 +109,14 @@ class Runtime:
 
     def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
-        _check_messages(plan, self.optimizer_class)
+        _check_messages(plan, self.optimizer_class, self.device)
         check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
             return "barrier", "the strategy asks for it"
+        if len(plan.replicas) == 1 and wanted == "auto":
+            return "barrier", "there is one replica"
         if not per_variable(self.optimizer_class):
             obstacle = f"optimizer {kind} may couple variables"
         elif has_step_hooks(self.optimizer):
@@ -291,9 +293,15 @@ def check_unwrapped(model: torch.nn.Module) -> None:
             )
 
 
-def _check_messages(plan: Plan, optimizer_class: type[Optimizer]) -> None:
-    """Whether the optimizer can update what the plan spreads, and stations add up what is encoded."""
+def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.device) -> None:
+    """Whether the optimizer can update what the plan spreads, stations add up what is encoded, and servers answer."""
     for message in plan.messages:
+        if message.asynchronous and device.type != "cpu":
+            raise StrategyError(
+                f"variable {message.variables[0]!r} has an asynchronous parameter server, which NCCL cannot do: its "
+                f"sends and receives have no tags, so that gradients and answers would meet; use a synchronous one, or "
+                f"train on CPUs"
+            )
         if message.stations and message.encoder.gathered:
             raise StrategyError(
                 f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which "

@@ -24,7 +24,7 @@ from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
 from offbeat.search.units import UNITS, limit_bytes, sharded_starts
 from offbeat.simulate import step_seconds
-from offbeat.strategy import Strategy, build_strategy
+from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
@@ -71,8 +71,8 @@ def search(
     `memory_limit` is in bytes per rank (or '16GiB'; 'auto' is nine tenths of the smallest device's memory). Where no
     replicated plan fits, FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
-    `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`: `mode`, `allow_lossy`,
-    `fused_seconds`, and the speed-ups `coarsen`, `partial_replay` and `symmetry`.
+    `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
+    `mode`, `allow_lossy`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay` and `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
@@ -200,19 +200,39 @@ def candidates(
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
+def recommend(
+    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, memory_limit: str | float | None = None
+) -> tuple[Recipe, Strategy]:
+    """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    problem = Problem(graph, cluster, costs, memory_limit=limit)
+    recipes = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
+    fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]
+    if not fitting:
+        least = format_bytes(min(candidate.peak_bytes for _, candidate in made))
+        raise OffbeatError(f"memory_limit: {memory_limit} is not enough for {graph.name!r}: the least found is {least}")
+    recipe, best = min(fitting, key=lambda each: each[1].seconds)
+    return recipe, best.strategy
+
+
 def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Strategy) -> float:
     """Seconds of a step, by replay."""
     return step_seconds(lower(graph, cluster, strategy), costs)
 
 
 def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[tuple[str, Strategy]]:
+    for builder, options in _recipes(graph):
+        yield f"{builder} {options['bucket'] // 1024} KiB", build_strategy(builder, graph, cluster, **options)
+    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
+    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+
+
+def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
+    """Builders with sizes of buckets that are worth a try."""
     for bucket in OVERLAP_BUCKETS:
         if bucket <= graph.parameter_bytes:
             for slice_bytes in (bucket, 2 * bucket):
-                options = {"bucket": bucket, "slice_bytes": slice_bytes}
-                yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
-    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
-    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+                yield "overlap", {"bucket": bucket, "slice_bytes": slice_bytes}
     for bucket in BARRIER_BUCKETS:
-        options = {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
-        yield f"ddp {bucket // 1024} KiB", build_strategy("ddp", graph, cluster, **options)
+        yield "ddp", {"bucket": bucket, "first_bucket": min(bucket, 2**20)}

@@ -3,13 +3,14 @@
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
 from offbeat.strategy.model import Encoder, FullyShard, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
-from offbeat.strategy.registry import build_strategy, builders, register_builder
+from offbeat.strategy.registry import Recipe, build_strategy, builders, load_strategy, register_builder
 from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
     "Encoder",
     "FullyShard",
     "OperatorConfig",
+    "Recipe",
     "Schedule",
     "Shard",
     "Slice",
@@ -18,6 +19,7 @@ __all__ = [
     "build_strategy",
     "builders",
     "check_fits",
+    "load_strategy",
     "register_builder",
     "transfer",
 ]

@@ -27,9 +27,7 @@ def torch_code(strategy: Strategy, device: str = "cuda") -> str:
         f"units = {_mapping({path: fsdp.reshard(path) for path in fsdp.wrapped})}",
     ]
     if strategy.accumulation > 1:
-        lines.insert(
-            3, f"# Give the model a {strategy.accumulation}th of the batch at a time, and add the gradients up."
-        )
+        lines.insert(3, f"# Split each batch into {strategy.accumulation} micro-batches, and add their gradients up.")
     if strategy.recompute:
         lines[1:1] = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
         lines += [
