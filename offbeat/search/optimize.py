@@ -204,8 +204,7 @@ def recommend(
     graph: ModelGraph, cluster: ClusterSpec, costs: Costs, memory_limit: str | float | None = None
 ) -> tuple[Recipe, Strategy]:
     """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
-    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
-    problem = Problem(graph, cluster, costs, memory_limit=limit)
+    problem = Problem(graph, cluster, costs, memory_limit=limit_bytes(memory_limit, cluster))
     recipes = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
     made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
     fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]

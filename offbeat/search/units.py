@@ -96,6 +96,9 @@ def _neighbours(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 def _with(strategy: Strategy, **choices: object) -> Strategy:
     assert strategy.fsdp is not None
     described = FullyShard.model_validate(strategy.fsdp.model_dump() | choices)
+    # The model itself keeps its variables where nothing is said.
+    units = {path: reshard for path, reshard in described.units.items() if path or reshard is not False}
+    described = described.model_copy(update={"units": units})
     return strategy.model_copy(update={"fsdp": described})
 
 

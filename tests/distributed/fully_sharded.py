@@ -11,20 +11,26 @@ from torch.distributed.tensor import DTensor
 from training import _cluster, _quick_setup, _shared
 
 import offbeat
+from offbeat.cost.memory import peak_memory
+from offbeat.errors import OffbeatError
+from offbeat.plan import lower
 from offbeat.strategy import Strategy, build_strategy
+from offbeat.strategy.code import torch_code
 
 STEPS = 4
 DTYPE = torch.float64
 
 
-def _distributed(model: str, kind: str, strategy: Strategy | str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _distributed(
+    model: str, kind: str, strategy: Strategy | str, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     rank = dist.get_rank()
     # Only rank 0 has the reference's weights: distribute() must share them.
     net = small_models.make(model, seed=rank, sparse=False)
     trainer = small_models.make_optimizer(kind, net.parameters())
     with _quick_setup(model, DTYPE, kind):
         example = small_models.batch(model, 0, rank)
-        offbeat.distribute(net, trainer, strategy, example_inputs=example, cluster=_cluster(None))
+        offbeat.distribute(net, trainer, strategy, example_inputs=example, cluster=_cluster(None), **options)
     return net, trainer
 
 
@@ -37,10 +43,13 @@ def _train(net: nn.Module, trainer: torch.optim.Optimizer, model: str, steps: ra
 
 
 def _error(net: nn.Module, model: str, kind: str, steps: int = STEPS) -> float:
+    return _distance(net.state_dict(), net, model, kind, steps)
+
+
+def _distance(whole: dict[str, torch.Tensor], net: nn.Module, model: str, kind: str, steps: int) -> float:
     world = dist.get_world_size()
     key = ("fully_sharded", model, kind, steps, world)
     expected = _shared(key, lambda: reference_run(model, kind, DTYPE, steps, world, (1.0,) * world, (4,) * world))
-    whole = net.state_dict()
     # In the order of the parameters, tied ones once.
     mine = torch.cat([whole[name].reshape(-1) for name, _ in net.named_parameters()])
     return (mine - expected).abs().max().item()
@@ -58,6 +67,43 @@ def fsdp_points(model: str, kind: str, points: list[dict[str, Any]]) -> list[dic
         share = held / sum(p.numel() for p in net.parameters())
         answers.append({"error": _error(net, model, kind), "held": share, "summary": net.offbeat.summary()})
     return answers
+
+
+def fsdp_pasted(model: str, kind: str, points: list[dict[str, Any]]) -> list[float]:
+    """Trains by the torch code of each point, in a script without Offbeat."""
+    errors = []
+    for options in points:
+        strategy = build_strategy("fsdp", graph_of(model, DTYPE, kind), _cluster(None), **options)
+        net = small_models.make(model)
+        exec(torch_code(strategy, "cpu"), {"model": net})
+        trainer = small_models.make_optimizer(kind, net.parameters())
+        _train(net, trainer, model, range(STEPS))
+        whole = {name: value.full_tensor() for name, value in net.named_parameters()}
+        errors.append(_distance(whole, net, model, kind, STEPS))
+    return errors
+
+
+def fsdp_limited(model: str = "gpt2", kind: str = "adamw") -> dict[str, Any]:
+    """The strategy that distribute() takes for a limit that replication breaks, and what it says where none fits."""
+    graph, cluster = graph_of(model, DTYPE, kind), _cluster(None)
+    replicated = build_strategy("ddp", graph, cluster)
+    sharded = build_strategy("fsdp", graph, cluster, root=True, recompute=True)
+    ddp, limit = (peak_memory(lower(graph, cluster, strategy)).total for strategy in (replicated, sharded))
+    net, trainer = _distributed(model, kind, "auto", memory_limit=limit)
+    _train(net, trainer, model, range(STEPS))
+    try:
+        _distributed(model, kind, "auto", memory_limit=100)
+        refusal = ""
+    except OffbeatError as error:
+        refusal = str(error)
+    plan = net.offbeat.plan
+    return {
+        "error": _error(net, model, kind),
+        "peak": peak_memory(plan).total / limit,
+        "ddp": ddp / limit,
+        "sharded": plan.strategy.fsdp is not None,
+        "refusal": refusal,
+    }
 
 
 def fsdp_checkpoints(model: str, kind: str) -> list[float]:

@@ -45,3 +45,17 @@ def test_a_checkpoint_passes_from_engine_to_engine(pools: Pools, model: str, kin
 def test_a_loop_may_accumulate_clip_and_evaluate(pools: Pools):
     for answer in pools(2).call("fsdp_loop"):
         assert answer["error"] < 1e-10
+
+
+def test_the_torch_code_of_a_strategy_trains_alike(pools: Pools):
+    points = [{}, {"replicas": 2, "reshard": False}, {"reshard": 2, "recompute": True, "root": True, "prefetch": 2}]
+    for errors in pools(4).call("fsdp_pasted", model="gpt2", kind="adamw", points=points):
+        assert max(errors) < 1e-10
+
+
+def test_a_memory_limit_chooses_what_fits(pools: Pools):
+    for answer in pools(2).call("fsdp_limited", timeout=180):
+        assert answer["ddp"] > 1 >= answer["peak"]
+        assert answer["sharded"]
+        assert answer["error"] < 1e-10
+        assert "memory_limit: 100 B is not enough for 'Gpt2': the least that was found is" in answer["refusal"]

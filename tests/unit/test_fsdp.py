@@ -12,7 +12,11 @@ from offbeat.cost.memory import peak_memory
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
+from offbeat.search.explain import explain
+from offbeat.search.optimize import search
+from offbeat.search.units import limit_bytes
 from offbeat.strategy import FullyShard, Strategy, build_strategy, transfer
+from offbeat.strategy.code import torch_code
 
 FOUR = ClusterSpec.homogeneous(nodes=4)
 TWO_BY_TWO = ClusterSpec.homogeneous(nodes=2, devices_per_node=2)
@@ -153,6 +157,43 @@ def test_a_gpu_reduces_while_the_next_unit_computes():
     cluster = ClusterSpec.homogeneous(nodes=4, device="A100")
     plan = fsdp(chain(), cluster, units=["layers.0", "layers.1", "layers.2"], prefetch=0)
     assert seconds(plan) == pytest.approx(6 * COMPUTE + 2 * GATHER + REDUCE)
+
+
+def test_under_a_limit_that_replication_breaks_the_fastest_that_fits_is_found():
+    graph = gpt2().with_optimizer("AdamW", 2)
+    replicated = search(graph, FOUR, rounds=0, memory_limit="1TiB")
+    assert replicated.strategy.fsdp is None
+    limit = round(0.7 * replicated.peak_bytes)
+    found = search(graph, FOUR, rounds=0, memory_limit=limit)
+    assert found.strategy.fsdp is not None
+    assert max(offbeat.simulate(found.plan).peak_memory) == found.peak_bytes <= limit
+    for options in ({}, {"reshard": False}, {"root": True}, {"recompute": True}):
+        plan = fsdp(graph, **options)
+        if peak_memory(plan).total <= limit:
+            assert found.seconds <= offbeat.simulate(plan).iteration_time * (1 + 1e-9)
+    text = explain(found.strategy, graph, FOUR).text()
+    assert "modules are gathered and reduced one by one" in text
+
+
+def test_auto_leaves_a_tenth_of_the_smallest_device():
+    assert limit_bytes("auto", ClusterSpec.preset("B10")) == int(0.9 * 8 * 2**30)
+    assert limit_bytes("2GiB", FOUR) == 2**31
+
+
+def test_code_names_every_choice_of_the_strategy():
+    strategy = build_strategy("fsdp", gpt2(), TWO_BY_TWO, replicas=2, reduce_dtype="float32", recompute=True)
+    code = torch_code(strategy.model_copy(update={"accumulation": 4}))
+    compile(code, "pasted", "exec")
+    assert '(2, torch.distributed.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))' in code
+    assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in code
+    assert 'for path in {"blocks.0": True, "blocks.1": True}:' in code
+    assert "# Split each batch into 4 micro-batches" in code
+    many = FullyShard(units={f"layers.{n}": n < 3 for n in range(7)}, prefetch=0)
+    units = next(line for line in torch_code(Strategy(fsdp=many)).splitlines() if line.startswith("units = "))
+    assert eval(units.removeprefix("units = ")) == many.units
+    assert "range(3, 7)" in units
+    with pytest.raises(StrategyError, match="the strategy has no fsdp"):
+        torch_code(Strategy())
 
 
 def test_memory_is_a_ranks_parts_and_the_units_that_are_whole():
