@@ -301,8 +301,9 @@ def _add_units(changes: dict[str, NDArray[np.int64]], plan: Plan) -> None:
     for (task, window), later in zip(reductions, [*reductions[1:], None], strict=True):
         message, at = plan.messages[task.message], ends[window.issued] - 1
         until = last if later is None else ends[later[1].issued] - 1
-        _hold(gradients, min(at + 1, last), last, message.bytes // plan.shards)
-        _hold(communication, min(at + 1, last), max(until, min(at + 1, last)), message.gradient_bytes)
+        if at < last:
+            _hold(gradients, at + 1, last, message.bytes // plan.shards)
+            _hold(communication, at + 1, max(at + 1, until), message.gradient_bytes)
         # Where gradients are reduced in a wider type than variables are gathered in.
         _hold(communication, at, at, max(0, message.gradient_bytes - message.parameter_bytes))
 
