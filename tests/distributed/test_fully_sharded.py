@@ -1,30 +1,16 @@
 """Training by torch's `fully_shard` with a strategy's choices ends with the numbers of one process."""
 
-from typing import Any
-
 import pytest
 from harness import Pools
+from small_strategies import fsdp_points
 
-POINTS: list[dict[str, Any]] = [
-    {},
-    {"reshard": False, "prefetch": 0},
-    {"root": True, "prefetch": 2},
-    {"recompute": True},
-    {"units": "2KiB", "accumulation": 2},
-    {"units": []},
-    {"units": "1KiB", "reshard": False, "root": True, "recompute": True},
-    {"prefetch": 3, "accumulation": 4},
-    {"replicas": 2},
-    {"replicas": 2, "reshard": False, "recompute": True, "accumulation": 2},
-]
-SMALLER_GROUPS: list[dict[str, Any]] = [{"reshard": 2}, {"reshard": 2, "recompute": True, "prefetch": 2}]
 MODELS = [("mlp", "adamw"), ("cnn", "sgd"), ("transformer", "adamw"), ("gpt2", "adamw")]
 
 
 @pytest.mark.parametrize(("model", "kind"), MODELS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_choice_equals_one_process(pools: Pools, world: int, model: str, kind: str):
-    points = POINTS + (SMALLER_GROUPS if world == 4 else [])
+    points = fsdp_points(world)
     if model == "cnn":
         # BatchNorm sees a micro-batch alone.
         points = [{key: value for key, value in point.items() if key != "accumulation"} for point in points]

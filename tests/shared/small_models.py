@@ -85,7 +85,7 @@ class Gpt2(nn.Module):
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.places.weight
-        mask = torch.full((4, 4), -torch.inf, dtype=x.dtype).triu(1)
+        mask = torch.full((4, 4), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
         for block in self.blocks:
             x = block(x, src_mask=mask)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), following.flatten())
