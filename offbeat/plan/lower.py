@@ -8,9 +8,10 @@ from offbeat.plan.compute import accumulate, fuse, recompute, replicate
 from offbeat.plan.messages import partition, synchronise
 from offbeat.plan.model import Draft, Plan
 from offbeat.plan.schedule import schedule
+from offbeat.plan.units import shard_units
 from offbeat.strategy import Strategy, check_fits
 
-KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, schedule)
+KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, shard_units, schedule)
 """The rewriting kernels in the order in which they are applied; each reads its part of the strategy."""
 
 

@@ -12,9 +12,8 @@ from itertools import count
 from typing import NamedTuple
 
 from offbeat.errors import StrategyError
-from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan.messages import even_ranges
-from offbeat.plan.model import Draft, Message, Plan, Stage, Task, sent_per_byte
+from offbeat.plan.model import Draft, Message, Plan, Stage, Task, Window, sent_per_byte
 from offbeat.strategy import Shard
 
 Ranges = list[tuple[int, int]]
@@ -42,7 +41,7 @@ def schedule(draft: Draft) -> None:
     Every group of ranks in a job's stage has a task of its own; numbers count those of all ranks."""
     number = count()
     written: dict[tuple[int, int], list[Task]] = defaultdict(list)
-    for job in _issue_order(draft):
+    for job in _issue_order(draft) if draft.strategy.fsdp is None else _order_of_units(draft):
         message, stages = draft.messages[job.message], draft.stages[job.message]
         stage, before = stages[job.stage], written[job.message, job.stage - 1]
         for ranks, root in stage.groups:
@@ -50,6 +49,8 @@ def schedule(draft: Draft) -> None:
             if draft.rank is not None and draft.rank not in ranks:
                 continue
             mine = frozenset(ranks)
+            # What has a place of its own in the step waits for that, and only a sum over replicas for another task.
+            follows = stage.window is None or stage.kind == "all_reduce"
             task = Task(
                 index=index,
                 kind=stage.kind,
@@ -61,8 +62,11 @@ def schedule(draft: Draft) -> None:
                 root=root,
                 wire_bytes=_wire_bytes(message, stage, job, len(ranks)),
                 waits_for=message.variables if job.stage == 0 else (),
-                after=tuple(t.index for t in before if draft.rank is not None or not mine.isdisjoint(t.ranks)),
+                after=tuple(
+                    t.index for t in before if follows and (draft.rank is not None or not mine.isdisjoint(t.ranks))
+                ),
                 delivers=message.variables if stage.returns or job.stage == len(stages) - 1 else (),
+                window=stage.window,
             )
             draft.tasks.append(task)
             written[job.message, job.stage].append(task)
@@ -158,6 +162,18 @@ def _issue_order(draft: Draft) -> list[Job]:
     return [jobs[position] for position in priority_order(ready, seconds, urgency, follows)]
 
 
+def _order_of_units(draft: Draft) -> list[Job]:
+    """The stages of fully sharded units as a step comes to them: before a segment what is gathered, behind it what is
+    reduced, and the updates at the end."""
+    placed: list[tuple[int, int, int, Job]] = []
+    for message, stages in zip(draft.messages, draft.stages, strict=True):
+        for number, stage in enumerate(stages):
+            job = Job(message.index, number, 0, message.elements)
+            window = stage.window or Window(len(draft.segments), 0, 0)
+            placed.append((window.issued, int(not stage.returns), window.needed, job))
+    return [job for *_, job in sorted(placed)]
+
+
 def _slices(draft: Draft, message: Message, stage: Stage, explicit: dict[int, Ranges]) -> Ranges:
     elements = message.elements
     if stage.kind == "update" or not sliceable(message):
@@ -207,5 +223,8 @@ def _wire_bytes(message: Message, stage: Stage, job: Job, participants: int) -> 
         return 0
     share = job.stop - job.start
     if stage.returns and message.synchronizer == "sharded":
-        return -(-share // participants) * ITEM_BYTES[message.dtype]
+        return -(-share // participants) * message.parameter_bytes // message.elements
+    if stage.kind == "all_reduce" and message.synchronizer == "sharded":
+        # Over the replicas of a part that a group of ranks has reduced.
+        return -(-message.gradient_bytes // len(stage.groups))
     return round((message.parameter_bytes if stage.returns else message.gradient_bytes) * share / message.elements)

@@ -107,7 +107,9 @@ class Steps:
         self.collectives = Collectives(plan.cluster)
         self.two_ways = any(costs.goes_straight(exchange.task) for exchange in roles.exchanges)
         self.issued = 0
-        self.first: NDArray[np.int64] = np.array([self._step(step) for step in range(steps)]).T
+        self.placed = [(place[each.task.index], each) for each in self.program.placed if each.task.index in place]
+        walk = self._sharded_step if self.placed else self._step
+        self.first: NDArray[np.int64] = np.array([walk(step) for step in range(steps)]).T
         """First task of each role (row) in each step (column)."""
 
     def column(self, name: str, dtype: Any = None) -> NDArray[Any]:
@@ -165,6 +167,46 @@ class Steps:
             self._send(step, position, after)
         self._end_step(step)
         return first
+
+    def _sharded_step(self, step: int) -> list[int]:
+        """A step whose variables are gathered where they are needed, and whose gradients are reduced behind that."""
+        roles = range(len(self.roles.ranks))
+        first = [self._compute(role, step, "other", "between steps", self.costs.gap_seconds) for role in roles]
+        before, behind = defaultdict(list), defaultdict(list)
+        for position, each in self.placed:
+            if each.task.kind == "all_gather":
+                before[each.slot].append((position, each))
+            else:
+                behind[each.slot].append(position)
+        needed: dict[tuple[int, int], list[int]] = defaultdict(list)
+        reduced: dict[int, list[int]] = defaultdict(list)
+        for slot in range(len(self.program.slots)):
+            for position, each in before[slot]:
+                self._send(step, position, {role: self.host[role] for role in self.roles.exchanges[position].roles})
+                for role in self.roles.exchanges[position].roles:
+                    needed[role, each.needed] += self.arrivals.pop((step, role, each.task.message))
+            for role in roles:
+                self._compute(role, step, None, "wait", 0.0, needed.pop((role, slot), ()))
+                self._slot(role, step, slot)
+            for position in behind[slot]:
+                self._reduce(step, position, reduced)
+        self._end_step(step)
+        return first
+
+    def _reduce(self, step: int, position: int, reduced: dict[int, list[int]]) -> None:
+        """A unit's gradients; a sum over replicas follows what was reduced, without the device taking part."""
+        exchange, most = self.roles.exchanges[position], self.program.reductions
+        if exchange.task.kind == "all_reduce":
+            self._send(step, position, {role: reduced[role][-1] for role in exchange.roles})
+            return
+        for role in exchange.roles:
+            waited = reduced[role][-most:][:1] if most else ()
+            self._compute(role, step, None, "wait", 0.0, waited)
+        self._send(step, position, {role: self.host[role] for role in exchange.roles})
+        for role in exchange.roles:
+            reduced[role].append(self.arrivals[step, role, exchange.task.message][-1])
+            if not most:
+                self._compute(role, step, None, "wait", 0.0, reduced[role][-1:])
 
     def _compute(
         self, role: int, step: int, kind: Kind | None, name: str, seconds: float, after: Iterable[int] = ()
@@ -279,7 +321,8 @@ class Steps:
         for role in roles if barrier and mine else ():
             arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
             self._compute(role, step, None, "wait", 0.0, arrived)
-            self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))
+            seconds = self._update_seconds(self.program.whole, 1 / self.plan.shards)
+            self._compute(role, step, "optimizer", "optimizer", seconds)
         for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from offbeat import files
 from offbeat.errors import OffbeatError, StrategyError
@@ -228,6 +228,49 @@ class OperatorConfig(_Frozen):
                 yield f"tensor map {_list(tensor_map)} does not fit mesh {_list(self.mesh)}"
 
 
+Reshard = StrictBool | Annotated[StrictInt, Field(ge=2)]
+Precision = Literal["float16", "bfloat16", "float32", "float64"]
+
+
+class FullyShard(_Frozen):
+    """torch's `fully_shard` (FSDP2): every variable lies in parts on the ranks and is gathered where it is needed."""
+
+    units: dict[str, Reshard] = {}
+    """Modules whose variables are gathered together and whose gradients are reduced together, in the order in which
+    they are wrapped. True frees the gathered variables after forward and gathers them again in backward, False keeps
+    them, a number keeps parts of them on groups of so many ranks. What no unit holds belongs to the model itself, the
+    last unit, which keeps its variables unless it is named here, as ''."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Units that are gathered ahead of the one being computed. Backward is never less than one ahead."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Groups of ranks that hold all parts each (HSDP); gradients are summed over them as well."""
+    param_dtype: Precision | None = None
+    """Element type in which variables are gathered and computed with; None is their own."""
+    reduce_dtype: Precision | None = None
+    """Element type in which gradients are reduced; None is that of the gathered variables."""
+
+    def _problems(self) -> Iterator[str]:
+        wrapped: list[str] = []
+        for path in self.wrapped:
+            outer = next((unit for unit in wrapped if path.startswith(f"{unit}.")), None)
+            if outer is not None:
+                yield f"fsdp: unit {path!r} lies in {outer!r}, which is wrapped before it"
+            wrapped.append(path)
+
+    @property
+    def wrapped(self) -> tuple[str, ...]:
+        """The units but the model itself, in the order in which they are wrapped."""
+        return tuple(path for path in self.units if path)
+
+    def reshard(self, unit: str) -> Reshard:
+        """What happens to a unit's variables after forward."""
+        return self.units.get(unit, False)
+
+    def unit_of(self, name: str) -> str:
+        """The unit that holds a variable, or the innermost one around a module."""
+        return next((path for path in self.wrapped if name == path or name.startswith(f"{path}.")), "")
+
+
 class Strategy(_Frozen):
     """Everything that distinguishes one way of running a step from another."""
 
@@ -253,14 +296,24 @@ class Strategy(_Frozen):
     variables: dict[str, VariableConfig] = {}
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
     operators: dict[str, OperatorConfig] = {}
+    fsdp: FullyShard | None = None
+    """Every variable in parts, by torch's `fully_shard`; `variables` are then empty."""
 
     def _problems(self) -> Iterator[str]:
         if len(set(self.replicas)) != len(self.replicas):
             yield f"replicas {_list(self.replicas)} name a rank twice"
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
             yield f"{len(self.weights)} weights are given for {len(self.replicas)} replicas"
+        if self.fsdp is not None:
+            beside = ("variables", "operators", "weights", "replicas")
+            for field in (field for field in beside if getattr(self, field)):
+                yield f"{field}: a strategy with fsdp takes none, because fully_shard treats all ranks alike"
 
     def config(self, variable: str) -> VariableConfig:
+        if self.fsdp is not None:
+            unit = self.fsdp.unit_of(variable)
+            group = self.fsdp.wrapped.index(unit) if unit else len(self.fsdp.wrapped)
+            return VariableConfig(shards=(Shard(synchronizer="sharded", group=group),))
         return self.variables.get(variable, _DEFAULT_CONFIG)
 
     @property

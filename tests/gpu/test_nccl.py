@@ -37,6 +37,7 @@ KINDS = {
     "encoder": 15,
     "staleness": 4,
     "checkpoint": 8,
+    "fully sharded": 20,
     "refusal": 1,
     "batch norm": 1,
     "auto": 1,
