@@ -129,6 +129,21 @@ def test_servers_are_left_to_replay():
     assert step_seconds(plan, costs) == simulate(plan, costs, memory=False).iteration_time
 
 
+def test_the_search_chooses_a_credit_where_messages_cost_more_than_their_bytes():
+    graph, _ = random_case(3, layers=24)
+    kinds = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+    fit = CollectiveFit(3e-4, 3e-4, 0.15 / graph.parameter_bytes)
+    costs = Costs(collectives={(kind, WORKERS): fit for kind in kinds})
+    without, found = (search(graph, CLUSTER, costs=costs, rounds=0, passes=p) for p in (CHAIN_PASSES, ("credit",)))
+    assert found.seconds < 0.99 * without.seconds
+    schedule = found.strategy.schedule
+    assert schedule.credit_bytes is not None
+    assert max(task.wire_bytes for task in found.plan.communication) <= schedule.credit_bytes
+    # The credit counts: a tenth of it leaves less to hide behind.
+    limited = schedule.model_copy(update={"credit_bytes": schedule.credit_bytes // 10})
+    assert predict(graph, CLUSTER, costs, found.strategy.model_copy(update={"schedule": limited})) > found.seconds
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.data())
 def test_an_arrangement_takes_what_its_strategy_takes(seed, data):

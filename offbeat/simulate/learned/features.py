@@ -31,7 +31,7 @@ from offbeat.strategy.model import SERVERS, Synchronizer
 
 SYNCHRONIZERS = get_args(Synchronizer)
 SHORTEST_SECONDS = 1e-6
-_SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes")
+_SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes", "credit", "credit_bytes")
 RAW_NAMES = (
     *("bytes", "variable_bytes", "rows", "axes", "sparse", "item_bytes", "position", "depth"),
     *(f"by_{name}" for name in SYNCHRONIZERS),
@@ -184,7 +184,7 @@ def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, flo
 
 
 def _schedule(schedule: Schedule) -> tuple[float, ...]:
-    cut = schedule.slice_bytes
+    cut, credit = schedule.slice_bytes, schedule.credit_bytes
     return (
         float(schedule.policy == "priority"),
         float(schedule.policy == "explicit"),
@@ -192,6 +192,8 @@ def _schedule(schedule: Schedule) -> tuple[float, ...]:
         schedule.in_flight / 4,
         float(cut is not None),
         0.0 if cut is None else math.log2(cut) / 20,
+        float(credit is not None),
+        0.0 if credit is None else math.log2(credit) / 20,
     )
 
 
