@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from offbeat import units
-from offbeat.cli.app import INTERRUPTED, Json, app
+from offbeat.cli.app import Json, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
+from offbeat.launch import INTERRUPTED
 
 if TYPE_CHECKING:
     from offbeat.search.auto.store import TrialStore

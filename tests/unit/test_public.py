@@ -62,6 +62,7 @@ COMMANDS = [
     "optimize",
     "run",
     "emulate",
+    "launch",
     "demo",
     "doctor",
     "tune",
