@@ -81,6 +81,8 @@ class Collective:
         self, what: Signature, given: list[torch.Tensor], total: torch.Tensor | None, rank: int
     ) -> list[torch.Tensor]:
         """What one member receives."""
+        if what.kind == "all_to_all":
+            return [torch.cat([tensor.view(len(given), -1)[self.ranks.index(rank)] for tensor in given])]
         if total is None:
             return given if what.root is None or what.kind == "gather" else [given[self.ranks.index(what.root)]]
         if what.kind == "reduce_scatter":
@@ -279,6 +281,9 @@ class MemoryChannel:
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "MemoryWork":
         return self._start("reduce_scatter", tensor, [output])
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "MemoryWork":
+        return self._start("all_to_all", tensor, [output])
 
     def _start(
         self, kind: str, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int | None = None

@@ -141,6 +141,18 @@ def test_sums(kind: str, ring: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=len)
+def test_every_rank_gets_its_part_of_every_ranks_tensor(kind: str, ring: tuple[int, ...]) -> None:
+    def body(channel: Channel, rank: int) -> torch.Tensor:
+        received = torch.empty(ELEMENTS)
+        channel.all_to_all(received, given(rank)).wait()
+        return received
+
+    for rank, received in enumerate(on_channels(kind, ring, body)):
+        place = ring.index(rank)
+        assert torch.equal(received, torch.cat([given(each).view(len(ring), -1)[place] for each in ring]))
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=len)
 def test_copies(kind: str, ring: tuple[int, ...]) -> None:
     def body(channel: Channel, rank: int) -> list[torch.Tensor]:
         root = ring[-1]

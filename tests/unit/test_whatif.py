@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import orjson
 import pytest
 
 from offbeat.cli import main
-from offbeat.cluster import ClusterSpec, Node
+from offbeat.cluster import ClusterSpec, CollectiveTable, Node
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.calibrate import cluster_of, link_of, slowest
+from offbeat.profile.calibrate import SURVEYED, cluster_of, link_of, partitionings, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
 from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, what_if, with_workers
+from offbeat.sharding.rescheduling import FineMesh
 from offbeat.simulate import simulate, step_seconds
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import Timeline
@@ -359,11 +361,12 @@ def test_bad_arguments(
 def test_surveyed_clusters_tell_links_and_tables() -> None:
     ranks, rate, latency = 4, 1e9, 1e-4
     measured = {}
-    for size in (2, 4):
+    for groups in (((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 2), (1, 3))):
+        size = len(groups[0])
         steps, share = 2 * (size - 1), 2 * (size - 1) / size
         rows = [(b, steps * latency + share * b / rate, share * b / rate) for b in (2**12, 2**16, 2**20, 2**22)]
-        measured["all_reduce", size] = rows
-    assert link_of(measured["all_reduce", 4], 4) == pytest.approx((rate, latency), rel=0.01)
+        measured["all_reduce", groups] = rows
+    assert link_of(measured["all_reduce", ((0, 1, 2, 3),)], 4) == pytest.approx((rate, latency), rel=0.01)
     spec = cluster_of(measured, ranks, 2)
     assert len(spec.nodes) == 2
     assert spec.nodes[0].bandwidth == pytest.approx(rate, rel=0.01)
@@ -374,6 +377,28 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
     assert np.isfinite(spec.nodes[0].intra_bandwidth)
+
+
+@pytest.mark.parametrize("world", [2, 4, 6, 8, 12])
+def test_every_partitioning_that_the_frontier_asks_for_is_surveyed(world: int) -> None:
+    found = partitionings(world)
+    assert len(set(found)) == len(found)
+    for groups in found:
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        assert len({len(group) for group in groups}) == 1
+    if world == 4:
+        assert found == [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)]
+    # With a table for each, no time comes from the links: neither strided groups' nor all-to-all's.
+    tables = tuple(
+        CollectiveTable(collective=kind, groups=groups, sizes_bytes=(1024,), seconds=(1000.0 * (1 + place),))
+        for kind in SURVEYED
+        for place, groups in enumerate(found)
+    )
+    mesh = FineMesh(ClusterSpec.homogeneous(nodes=world).replace(tables=tables))
+    axes = range(len(mesh.factors))
+    for some in (some for count in axes for some in combinations(axes, count + 1)):
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            assert mesh.seconds(kind, some, 1024.0) >= 1000.0
 
 
 def test_a_server_receives_from_as_many_as_there_are() -> None:

@@ -49,6 +49,9 @@ class CreditChannel:
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
         return self._put(tensor, lambda: self.channel.reduce_scatter(output, tensor))
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.all_to_all(output, tensor))
+
     def _put(self, tensor: torch.Tensor, start: Callable[[], Work]) -> "CreditWork":
         work = CreditWork(start, tensor.numel() * tensor.element_size())
         with self.lock:

@@ -117,10 +117,15 @@ class TorchChannel:
         with self.errors():
             if not self.gloo:
                 return TorchWork(self, [reduce_scatter_flat(self.group, output, tensor)])
-            # Gloo's own sends a full all-reduce, an all-to-all sends each part once.
-            parts = torch.empty_like(tensor).view(self.size, -1)
-            exchanged = self.group.alltoall_base(parts.view(-1), tensor, [], [])
-            return TorchWork(self, [exchanged], lambda: torch.sum(parts, dim=0, out=output.view(-1)))
+        # Gloo's own sends a full all-reduce, an all-to-all sends each part once.
+        parts = torch.empty_like(tensor).view(self.size, -1)
+        work = self.all_to_all(parts.view(-1), tensor)
+        work.finish = lambda: torch.sum(parts, dim=0, out=output.view(-1))
+        return work
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
+        with self.errors():
+            return TorchWork(self, [self.group.alltoall_base(_real(output), _real(tensor), [], [])])
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._exchange(lambda group: group.send([tensor], self.ranks.index(to), tag))
