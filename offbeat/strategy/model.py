@@ -256,7 +256,7 @@ class Strategy(_Frozen):
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in backward instead of being kept."""
     fusion: tuple[tuple[str, ...], ...] = ()
-    """Regions of modules that are compiled into one operator each."""
+    """Regions of modules. Training compiles each module of a region; a plan takes the region for one operator."""
     schedule: Schedule = Schedule()
     variables: dict[str, VariableConfig] = {}
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""

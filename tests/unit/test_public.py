@@ -142,6 +142,21 @@ def test_importing_offbeat_leaves_torch_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_capabilities_name_modules_and_tests_that_exist() -> None:
+    """The tables of docs/algorithms.md."""
+    text = Path(ROOT, "docs/algorithms.md").read_text()
+    named = re.findall(r"`((?:unit|distributed|gpu|benchmarks|[a-z_]+)(?:/[a-z_/0-9]+)?\.py)(?:::(\w+))?`", text)
+    assert len(named) > 200
+    homes = (ROOT, Path(ROOT, "tests"), Path(ROOT, "offbeat"))
+    missing = set()
+    for path, test in named:
+        files = [Path(home, path) for home in homes if Path(home, path).is_file()]
+        if not files or (test and f"def {test}(" not in files[0].read_text()):
+            missing.add((path, test))
+    # Modules that a paragraph names beside their package.
+    assert missing <= {("roles.py", ""), ("clockfit.py", ""), ("recvfit.py", "")}
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_published_schema(name: str) -> None:
     assert json.loads(Path(ROOT, "docs", name).read_text()) == SCHEMAS[name]()
