@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -27,6 +28,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 SSH_FAILED = 255
 """Exit code of ssh itself, where it could not connect or has lost its connection."""
+HEARTBEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0
+"""A node hears from the launcher so often, and gives up after so long a silence: a cut connection tells nobody."""
 _SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10")
 _RUN_NODE = "from offbeat.launch import run_node; run_node()"
 
@@ -232,6 +235,13 @@ class RemoteNode:
 class NodeProcess(RankProcess):
     """An ssh connection under which a node's ranks run: they end when its input does."""
 
+    def tell(self, line: bytes = b"") -> None:
+        """Sends a line; where the connection has ended, its exit code tells."""
+        assert self.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.stdin.write(line + b"\n")
+            self.stdin.flush()
+
     def send_signal(self, sig: int) -> None:
         if sig == signal.SIGTERM and self.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -249,17 +259,15 @@ def start_node(
     command = f"cd {shlex.quote(folder)} && exec {shlex.join([*variables, python, '-c', _RUN_NODE])}"
     argv = [*ssh, *_SSH_OPTIONS, "--", node.address, command]
     process = NodeProcess(argv, stdin=subprocess.PIPE, **output)
-    task = {"program": list(program), **asdict(node), "ranks": list(node.ranks)}
-    assert process.stdin is not None
-    # If ssh has failed at once, its exit code tells.
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(task).encode() + b"\n")
-        process.stdin.flush()
+    task = {"program": list(program), **asdict(node), "ranks": list(node.ranks), "silence_seconds": SILENCE_SECONDS}
+    process.tell(json.dumps(task).encode())
     return process
 
 
 def run_node() -> None:
-    """A node's side of `start_node`: runs the ranks that the first line of the input names until the input ends."""
+    """A node's side of `start_node`: runs the ranks that the first line of the input names.
+
+    They end when the input does, or when nothing has come for too long."""
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(INTERRUPTED)
@@ -277,7 +285,7 @@ def run_node() -> None:
     left = threading.Event()
 
     def until_the_input_ends() -> None:
-        while os.read(0, 4096):
+        while select.select([0], [], [], task["silence_seconds"])[0] and os.read(0, 4096):
             pass
         left.set()
 

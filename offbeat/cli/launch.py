@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,17 @@ from typer import Argument, Option
 from offbeat.cli.app import Cluster, Json, Timeout, app
 from offbeat.cli.show import exit_if_failed, print_json, stdout_to_stderr
 from offbeat.errors import OffbeatError
-from offbeat.launch import SSH_FAILED, Job, RemoteNode, Shown, exit_code, first_failure, job_exit_code, start_node
+from offbeat.launch import (
+    HEARTBEAT_SECONDS,
+    SSH_FAILED,
+    Job,
+    RemoteNode,
+    Shown,
+    exit_code,
+    first_failure,
+    job_exit_code,
+    start_node,
+)
 
 if TYPE_CHECKING:
     from offbeat.cluster import ClusterSpec
@@ -82,9 +93,19 @@ def run_nodes(
     shown = Shown()
     run = partial(start_node, program=program, folder=os.getcwd(), python=python, ssh=ssh)
     start = shown.started(lambda place, **output: run(nodes[place], **output), prefix="")
+    job = Job(start, range(len(nodes)), captured=False)
+    over = threading.Event()
+
+    def keep_alive() -> None:
+        while not over.wait(HEARTBEAT_SECONDS):
+            for process in job.processes:
+                process.tell()  # type: ignore[attr-defined] # all are NodeProcess
+
+    threading.Thread(target=keep_alive, daemon=True).start()
     try:
-        ends = Job(start, range(len(nodes)), captured=False).run(timeout)
+        ends = job.run(timeout)
     finally:
+        over.set()
         shown.join()
     failure = first_failure(ends)
     if failure is not None and exit_code(failure.returncode) == SSH_FAILED:

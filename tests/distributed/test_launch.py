@@ -1,5 +1,6 @@
 """`offbeat launch`: one command on every node of a cluster file, over a real sshd on each of two emulated hosts."""
 
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from offbeat.cli.launch import remote_nodes
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError
-from offbeat.launch import RankProcess
+from offbeat.launch import RankProcess, RemoteNode
 
 ROOT = str(Path(__file__).parents[2])
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -185,6 +187,24 @@ def test_a_node_that_cannot_be_reached_is_named(cluster: Cluster, tmp_path: Path
     assert "ssh could not reach node 'host1' at 'no-such-host.invalid'" in stderr
     assert "Traceback" not in stderr
     assert gone(cluster)
+
+
+@pytest.mark.parametrize("how", ["its input ends", "nobody is heard of"])
+def test_a_node_that_has_lost_its_launcher_ends_its_ranks(how: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLEEP)
+    node = RemoteNode("here", "127.0.0.1", (0, 1), 2, ("127.0.0.1", 1), {"NODE_RANK": "0"})
+    task = {**asdict(node), "program": [str(tmp_path / "script.py"), "none"], "silence_seconds": 2.0}
+    code, pipe = "from offbeat.launch import run_node; run_node()", subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, cwd=ROOT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.flush()
+        ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        if how == "its input ends":
+            process.stdin.close()
+        assert process.wait(20) == 130
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
 def test_every_node_needs_an_address() -> None:
