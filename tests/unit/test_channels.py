@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -115,6 +116,45 @@ def test_what_a_held_back_message_fails_with_is_told_to_whoever_waits() -> None:
         held.wait()
     assert not channel.waiting
     assert not channel.under_way
+
+
+class Watched:
+    """A channel that notes how many bytes are under way at most."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.inner = inner
+        self.ranks, self.index, self.size, self.send, self.recv = inner.ranks, inner.index, inner.size, None, None
+        self.lock, self.now, self.most = threading.Lock(), 0, 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        with self.lock:
+            self.now += tensor.nbytes
+            self.most = max(self.most, self.now)
+        work = self.inner.all_reduce(tensor)
+        work.report_end(partial(self._ended, tensor.nbytes))
+        return work
+
+    def _ended(self, size: int, _: float) -> None:
+        with self.lock:
+            self.now -= size
+
+
+@pytest.mark.parametrize("kind", ["random", "gloo"])
+def test_no_more_than_the_credit_is_under_way_and_the_sums_stay(kind: str) -> None:
+    sizes = [1000, 50_000, 3000, 20_000, 20_000, 70_000, 10, 40_000] * 4
+
+    def body(channel: Channel, rank: int) -> int:
+        watched = Watched(channel)
+        limited = CreditChannel(watched, 4 * 60_000)  # type: ignore[arg-type]
+        tensors = [torch.full((size,), float(rank + 1)) for size in sizes]
+        works = [limited.all_reduce(tensor) for tensor in tensors]
+        for work in reversed(works):
+            work.wait()
+        assert all((tensor == 3.0).all() for tensor in tensors)
+        return watched.most
+
+    # 70,000 elements are more than the credit and go alone.
+    assert max(on_channels(kind, (1, 0), body)) == 4 * 70_000
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=len)
