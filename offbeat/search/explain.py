@@ -19,7 +19,7 @@ from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import segment_seconds
 from offbeat.strategy import Encoder, Shard, Slice, Strategy, build_strategy
-from offbeat.units import format_seconds
+from offbeat.units import format_bytes, format_seconds
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
 """What a strategy is compared with, beside DDP."""
@@ -142,6 +142,9 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
         yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
+    if schedule.credit_bytes is not None:
+        what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
+        yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
     for name, what, none in (
         ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
         ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),

@@ -140,6 +140,7 @@ def test_the_search_chooses_a_credit_where_messages_cost_more_than_their_bytes()
     schedule = found.strategy.schedule
     assert schedule.credit_bytes is not None
     assert max(task.wire_bytes for task in found.plan.communication) <= schedule.credit_bytes
+    assert "credit" in {decision.name for decision in explain(found.strategy, graph, CLUSTER, costs).decisions}
     # The credit counts: a tenth of it leaves less to hide behind.
     limited = schedule.model_copy(update={"credit_bytes": schedule.credit_bytes // 10})
     assert predict(graph, CLUSTER, costs, found.strategy.model_copy(update={"schedule": limited})) > found.seconds
