@@ -48,9 +48,9 @@ test: $(TOOLS) browser sshd
 test-slow: $(TOOLS)
 	$(PYTEST) -m slow
 
-# Skipped, with the reason, where there is no GPU.
+# Skipped, with the reason, where there is no GPU. What other tests share, and need more packages for, stays out.
 test-gpu: $(TOOLS)
-	$(PYTEST) tests/gpu
+	$(PYTEST) --confcutdir=tests/gpu tests/gpu
 
 # Up to an hour on two cores, which nothing else should use meanwhile.
 bench: $(TOOLS)

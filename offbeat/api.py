@@ -3,7 +3,6 @@
 import contextlib
 import os
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
-from offbeat.errors import OffbeatError, StrategyError
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
+from offbeat.launch import this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Strategy, build_strategy, builders, check_fits
+from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -29,6 +29,8 @@ STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
+MOST_GPU_MESSAGES = 24
+"""At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
 """What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
@@ -72,7 +74,7 @@ def distribute(
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
     world = torch_world(_group(process_group, device_mesh))
-    cluster = cluster or _this_cluster(world.global_ranks())
+    cluster = cluster or _this_cluster(world)
     if cluster.world_size != world.size:
         raise OffbeatError(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
@@ -92,7 +94,7 @@ def distribute(
     plan = lower(graph, cluster, chosen, rank=world.rank)
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
-    if strategy == "auto" and world.size > 1 and next(model.parameters()).device.type == "cpu":
+    if strategy == "auto" and world.size > 1:
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 
@@ -146,9 +148,7 @@ def resolve_strategy(
     if isinstance(strategy, str) and strategy in builders():
         return build_strategy(strategy, graph, cluster)
     if not isinstance(strategy, Strategy):
-        if not Path(strategy).exists():
-            raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
-        strategy = Strategy.load(strategy)
+        strategy = strategy_for(strategy, graph, cluster, "strategy")
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
     return strategy.model_copy(update={"cluster": ""})
 
@@ -163,7 +163,8 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
-    bucket = min(max(8 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
+    least = MIN_BUCKET_BYTES if world.device.type == "cpu" else graph.parameter_bytes / MOST_GPU_MESSAGES
+    bucket = min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
 
 
@@ -185,10 +186,8 @@ def join_job(timeout: timedelta | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _this_cluster(ranks: list[int]) -> ClusterSpec:
-    """The job's ranks as far as the launcher tells: so many on each node."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0) or len(ranks)
-    sizes = [len(list(members)) for _, members in groupby(rank // local for rank in ranks)]
-    if len(sizes) > 1 and len(set(sizes)) == 1:
-        return ClusterSpec.homogeneous(nodes=len(sizes), devices_per_node=sizes[0])
-    return ClusterSpec.local(len(ranks))
+def _this_cluster(world: TorchWorld) -> ClusterSpec:
+    """The nodes that the job's ranks say they run on."""
+    nodes = world.all_gather_object(this_place().node)
+    several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
+    return several or ClusterSpec.local(world.size)

@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any, Literal, Self, TextIO
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Self, TextIO
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
@@ -23,6 +24,8 @@ LOOPBACK = "127.0.0.1"
 TIMED_OUT = 124
 """Exit code of a job that took too long, as that of the program `timeout`."""
 _LOST_PEER = ("WorkerLost", "closed by peer", "reset by peer", "Broken pipe", "connection lost", "timed out waiting")
+NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+"""Variables in which launchers number a job's nodes."""
 Outcome = Literal["exited", "stopped", "timed out"]
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
@@ -341,6 +344,32 @@ def job_environment(local_ranks: int, world_size: int, master: tuple[str, int]) 
     if world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
+
+
+class Place(NamedTuple):
+    """Where a rank runs, as far as its launcher tells; a number is -1 where it does not."""
+
+    node: str
+    """Different for any two nodes of a job."""
+    local_rank: int
+    local_world: int
+    """Ranks of the job on this node."""
+
+
+def this_place() -> Place:
+    """The node of this process: by the launcher's number (emulated hosts share a machine), and its machine's name."""
+    number = next((os.environ[name] for name in NODE_NUMBERS if os.environ.get(name)), "")
+    local_rank, local_world = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    numbers = (int(text) if text.isascii() and text.isdecimal() else -1 for text in (local_rank, local_world))
+    return Place(f"{machine_name()} {number}".strip(), *numbers)
+
+
+def machine_name() -> str:
+    """Names the machine whose clock this process reads."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}".strip()
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:

@@ -16,6 +16,7 @@ from typer import Exit
 from offbeat import units
 from offbeat.cli.app import Json, app
 from offbeat.cli.show import print_rows, progress
+from offbeat.errors import OffbeatError
 
 PROBE_SECONDS = 60
 MINIMUM_PYTHON = (3, 11)
@@ -49,6 +50,7 @@ def examine() -> list[Finding]:
         Finding("python", sys.version_info >= MINIMUM_PYTHON, python, required=True),
         *_torch(),
         *_kernel(),
+        _gpu_emulation(),
         Finding("compiler", compiler is not None, compiler or "no C++ compiler; Offbeat does not need one"),
         Finding("cores", cores > 1, f"{cores}" + ("" if cores > 1 else ": emulated hosts take turns on it")),
         Finding("memory", memory >= 4 * 2**30, units.format_bytes(memory)),
@@ -71,6 +73,17 @@ def _torch() -> list[Finding]:
     verdict = f"{count} devices: {', '.join(names)}" if count else "no device: training runs on the CPU with gloo"
     findings.append(Finding("cuda", count > 0, verdict))
     return findings
+
+
+def _gpu_emulation() -> Finding:
+    from offbeat.emulate.gpu import find_control, find_gpu
+
+    try:
+        find_control()
+        name = find_gpu().name
+    except OffbeatError as error:
+        return Finding("gpu emulation", False, f"not here: {str(error).removeprefix('gpu: ')}")
+    return Finding("gpu emulation", True, f"several hosts can share the {name} (offbeat emulate --gpu)")
 
 
 def _kernel() -> list[Finding]:

@@ -23,6 +23,14 @@ def emulate(
     hosts: Annotated[int, Option(min=1, help="Emulated hosts.")] = 2,
     bandwidth: Annotated[str, Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
     ranks_per_host: Annotated[int, Option(min=1, help="Processes on each host.")] = 1,
+    gpu: Annotated[
+        bool,
+        Option(
+            "--gpu",
+            help="All ranks compute on this machine's GPU at once (MPS), as device 0, and NCCL takes the emulated "
+            "links; the GPU's speed and memory are shared, and NVLink within a host is not emulated.",
+        ),
+    ] = False,
     timeout: Annotated[float, Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +41,7 @@ def emulate(
     if not (Path(script[0]).is_file() if is_script else script[0].startswith("-") or shutil.which(script[0])):
         raise OffbeatError(f"{script[0]}: there is no such {'script' if is_script else 'program'}")
     with stdout_to_stderr(as_json):
-        emulation = Emulation(link_rates(bandwidth, hosts), bandwidth, ranks_per_host=ranks_per_host)
+        emulation = Emulation(link_rates(bandwidth, hosts), bandwidth, ranks_per_host=ranks_per_host, gpu=gpu)
         code = run_shown(emulation, script, timeout)
     if as_json:
         print_json({"hosts": hosts, "ranks": hosts * ranks_per_host, "exit_code": code})

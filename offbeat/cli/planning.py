@@ -6,7 +6,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -19,7 +18,7 @@ from offbeat.errors import OffbeatError
 if TYPE_CHECKING:
     from offbeat.graph import ModelGraph
     from offbeat.plan import Plan, Task
-    from offbeat.strategy import Strategy
+    from offbeat.strategy import Recipe, Strategy
 
 
 @app.command(epilog="Example: offbeat plan bert_large --cluster B7 --strategy all_reduce --option chunk=32")
@@ -40,9 +39,9 @@ def plan(
     graph = capture_model(model, scale)
     with progress("lowering"):
         from offbeat.plan import lower
-        from offbeat.strategy import build_strategy
+        from offbeat.strategy import Recipe
 
-        chosen = loaded or build_strategy(strategy, graph, spec, **options)
+        chosen = loaded.build(graph, spec) if isinstance(loaded, Recipe) else loaded
         lowered = lower(graph, spec, chosen, rank=rank)
     if output is not None:
         chosen.save(output)
@@ -98,8 +97,7 @@ def summarise(plan: "Plan") -> dict[str, Any]:
 def _received_bytes(task: "Task") -> int:
     """Bytes that all participants of a collective receive together, by a ring or from rank to rank."""
     size = len(task.ranks)
-    copies = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1)}
-    return task.wire_bytes * copies.get(task.kind, size - 1)
+    return round(task.link_bytes * size) if task.root is None else task.wire_bytes * (size - 1)
 
 
 def _call(text: str) -> tuple[Any, Any]:
@@ -117,20 +115,15 @@ def _call(text: str) -> tuple[Any, Any]:
     return made
 
 
-def read_strategy(text: str, options: Mapping[str, Any] | None = None) -> "Strategy | None":
-    """The strategy in a file, or None for a builder's name, which alone takes options; anything else is refused."""
-    from offbeat.strategy import Strategy
-    from offbeat.strategy import builders as names
+def read_strategy(text: str, options: Mapping[str, Any] | None = None) -> "Strategy | Recipe":
+    """What a file holds, or the recipe of a builder's name, which alone takes options; anything else is refused."""
+    from offbeat.strategy import builders, find_strategy
 
-    if text in names():
-        return None
-    if options:
+    if options and text not in builders():
         raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
     if text == "auto":
         raise OffbeatError("--strategy: 'auto' measures the network of a running job; name a builder instead")
-    if not Path(text).exists():
-        raise OffbeatError(f"--strategy: {text!r} is neither a builder ({', '.join(names())}) nor a strategy file")
-    return Strategy.load(text)
+    return find_strategy(text, "--strategy", **(options or {}))
 
 
 def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:

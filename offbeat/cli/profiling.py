@@ -56,8 +56,8 @@ def replay(
         list[str] | None,
         Option(
             metavar="CHANGE",
-            help="bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, "
-            "straggler=3:2x or wire=fp16; several are applied together.",
+            help="bandwidth=2x, latency=0.5x (inter_… or intra_… of both: only between or within nodes), compute=1.5x, "
+            "workers=64, strategy=overlap, straggler=3:2x or wire=fp16; several are applied together.",
         ),
     ] = None,
     output: Annotated[

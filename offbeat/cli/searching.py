@@ -16,28 +16,51 @@ from offbeat.errors import OffbeatError
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
 def optimize(
-    source: Annotated[str, Argument(help="A recorded folder, a zoo model, or pkg.mod:function.")],
+    source: Annotated[
+        str,
+        Argument(help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function."),
+    ],
     output: SavedStrategy = None,
     cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.")] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
+    workers: Annotated[
+        int | None, Option(min=1, help="Ranks of the job, where one rank's trace stands for all; or another number.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        Option(metavar="NAME|pkg.mod:function", help="The model of torch.profiler's traces, for its names."),
+    ] = None,
     scale: Scale = None,
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
-    graph, spec, costs = _job(source, cluster, scale)
+    graph, spec, costs, named, notes = _job(source, cluster, scale, workers, model)
     with progress("searching"):
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
+        from offbeat.search.optimize import recommend
 
-        best = search(graph, spec, costs=costs, memory_limit=memory_limit, time_limit=time_limit)
+        recipe = None
+        if named:
+            best = search(graph, spec, costs=costs, memory_limit=memory_limit, time_limit=time_limit)
+        else:
+            recipe, best = recommend(graph, spec, costs, memory_limit)
+            options = [f"{option}={value}" for option, value in recipe.options.items()]
+            notes.append(
+                "the traces do not name the model's parameters, so only a builder is recommended: "
+                f"{' '.join((recipe.builder, *options))}; --model gives them names"
+            )
         explanation = explain(best, graph, spec, costs)
     if output is not None:
-        best.save(output)
+        (recipe or best).save(output)
     if as_json:
-        print_json(explanation.to_dict() | {"output": None if output is None else str(output)})
+        facts = {"output": None if output is None else str(output), "notes": notes}
+        print_json(explanation.to_dict() | facts | ({"recipe": recipe.model_dump()} if recipe else {}))
     else:
         print(explanation.text())
+        for note in notes:
+            print(f"Note: {note}.")
 
 
 @app.command(
@@ -55,8 +78,11 @@ def run(
     from offbeat.profile.launch import inside_job, require_script, run_script
 
     require_script(script[0])
-    if strategy != "auto" and read_strategy(strategy) is not None:
-        strategy = os.path.abspath(strategy)
+    if strategy != "auto":
+        read_strategy(strategy)
+        from offbeat.strategy import builders
+
+        strategy = strategy if strategy in builders() else os.path.abspath(strategy)
     with tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
@@ -78,15 +104,33 @@ def run(
             )
 
 
-def _job(source: str, cluster: str | None, scale: float | None) -> tuple[Any, Any, Any]:
-    """(graph, cluster, costs) of a recording or of a model."""
-    if Path(source).is_dir():
-        with progress("reading the traces"):
-            from offbeat.profile.measure import load_profile
+def _job(
+    source: str, cluster: str | None, scale: float | None, workers: int | None, model: str | None
+) -> tuple[Any, Any, Any, bool, list[str]]:
+    """(graph, cluster, costs, whether variables have the model's names, notes) of a recording or of a model."""
+    if not Path(source).is_dir():
+        if cluster is None:
+            raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
+        if workers is not None or model is not None:
+            raise OffbeatError(f"--{'model' if workers is None else 'workers'}: {source!r} is no recorded folder")
+        spec = load_cluster(cluster)
+        return capture_model(source, scale), spec, None, True, []
+    recorded = any(Path(source).glob("rank*.jsonl"))
+    if recorded and model is not None:
+        raise OffbeatError(f"--model: the recording {source!r} has the names of its own model")
+    graph = None if model is None else capture_model(model, scale)
+    with progress("reading the traces"):
+        from offbeat.profile.ddp_trace import load_ddp_profile
+        from offbeat.profile.measure import load_profile
+        from offbeat.profile.whatif import resized
 
-            profile = load_profile(source)
-        return profile.graph, load_cluster(cluster) if cluster else profile.cluster, profile.costs
-    if cluster is None:
-        raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
-    spec = load_cluster(cluster)
-    return capture_model(source, scale), spec, None
+        profile, named = (load_profile(source), True) if recorded else load_ddp_profile(Path(source), workers, graph)
+    spec, costs = load_cluster(cluster) if cluster else profile.cluster, profile.costs
+    notes = list(profile.timeline.notes)
+    if workers is not None and cluster is None:
+        before, (spec, costs) = spec.world_size, resized(spec, costs, workers)
+        if workers != before:
+            notes.append(
+                f"the job had {before} ranks; what collectives of {workers} take follows from a ring's formulas"
+            )
+    return profile.graph, spec, costs, named, notes

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from os import PathLike
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +20,8 @@ from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Label, Li
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
+Factors = tuple[float, float]
+"""Of bandwidth and of latency."""
 
 
 class ClusterSpec(BaseModel):
@@ -113,8 +115,11 @@ class ClusterSpec(BaseModel):
         self._check_node(node_index)
         return range(self._first_ranks[node_index], self._first_ranks[node_index + 1])
 
-    def same_node(self, a: int, b: int) -> bool:
-        return self.node_of(a) == self.node_of(b)
+    def one_node(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks share a node."""
+        nodes = map(self.node_of, ranks)
+        first = next(nodes)
+        return all(node == first for node in nodes)
 
     def node_bandwidth(self, node_index: int) -> float:
         """Bytes per second of a node's network interface in each direction."""
@@ -195,20 +200,25 @@ class ClusterSpec(BaseModel):
         links = tuple(link for link in self.links if {link.a, link.b} <= names)
         return self.replace(nodes=nodes, links=links, tables=tables)
 
-    def replace(self, **changes: Any) -> "ClusterSpec":
+    def replace(self, **changes: Any) -> Self:
         """The same cluster with other fields, checked."""
         return self.model_copy(update=changes)
 
-    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "ClusterSpec":
-        """The cluster with the bandwidth and the latency of every link multiplied, inside nodes as well.
+    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0, intra: Factors | None = None) -> Self:
+        """The cluster with the bandwidth and the latency of every link multiplied, within nodes by `intra` if given.
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
         """
-        factors = {"bandwidth": bandwidth, "latency": latency, "intra_bandwidth": bandwidth, "intra_latency": latency}
+        between = bandwidth, latency
+        within = intra or between
+        names = ("bandwidth", "latency", "intra_bandwidth", "intra_latency")
+        factors = dict(zip(names, between + within, strict=True))
         return self.replace(
             nodes=tuple(_scaled(node, factors) for node in self.nodes),
             links=tuple(_scaled(link, factors) for link in self.links),
-            tables=tuple(table.scaled(bandwidth, latency) for table in self.tables),
+            tables=tuple(
+                table.scaled(*(within if all(map(self.one_node, table.groups)) else between)) for table in self.tables
+            ),
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -259,6 +269,15 @@ class ClusterSpec(BaseModel):
             "intra_latency": intra_latency,
         }
         return cls(name=name, nodes=({figure: value for figure, value in figures.items() if value is not None},))
+
+    @classmethod
+    def of_ranks(cls, nodes: Sequence[str], **figures: Any) -> "ClusterSpec | None":
+        """The cluster whose ranks share a node where `nodes` has the same name for them; None where the ranks of a node
+        do not follow each other. All nodes have the same `figures`."""
+        sizes = [(name, len(list(ranks))) for name, ranks in groupby(nodes)]
+        if len({name for name, _ in sizes}) < len(sizes):
+            return None
+        return cls(name="job", nodes=tuple({**figures, "devices": size} for _, size in sizes))
 
     @classmethod
     def local(cls, world_size: int) -> "ClusterSpec":

@@ -3,8 +3,8 @@ plan → seconds of its updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
-linear fit. With several in flight the overhead is what each of a row of small ones adds; next to large ones it passes
-while their bytes are on the wire (`in_a_row`).
+linear fit. With several in flight, the overhead is what each of several back-to-back small collectives adds; beside
+large ones it is hidden behind their bytes (`in_a_row`).
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StrictBool, TypeAdapter
 
+from offbeat.cluster import ClusterSpec
 from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
 from offbeat.files import problems_named
@@ -41,6 +42,12 @@ class CollectiveFit:
         """Seconds for which the link is taken."""
         return self.overhead_seconds + self.seconds_per_byte * wire_bytes
 
+    def on_links(self, bandwidth: float, latency: float) -> "CollectiveFit":
+        """On links with `bandwidth` and `latency` times the measured ones."""
+        if not (bandwidth > 0 and latency >= 0):
+            raise OffbeatError(f"bandwidth {bandwidth} and latency {latency} must be positive factors")
+        return self.scaled(latency, 1 / bandwidth)
+
     def scaled(self, constant: float, per_byte: float) -> "CollectiveFit":
         """With overhead and latency `constant` times as long, and bytes `per_byte` times as long."""
         return CollectiveFit(
@@ -54,6 +61,8 @@ class Costs:
 
     collectives: Mapping[tuple[str, int], CollectiveFit] = field(default_factory=dict)
     """By kind and number of participants."""
+    within: Mapping[tuple[str, int], CollectiveFit] = field(default_factory=dict)
+    """The same for participants that share one of several nodes; `collectives` are then of those that do not."""
     update_call_seconds: float = 0.0
     """Fixed cost of one optimizer call."""
     update_seconds_per_byte: float | None = None
@@ -76,22 +85,17 @@ class Costs:
     call_seconds: float = 0.0
     """More for each collective."""
 
-    def scaled(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Costs":
-        """The same on links with so many times the bandwidth and the latency."""
-        if not (bandwidth > 0 and latency >= 0):
-            raise OffbeatError(f"bandwidth {bandwidth} and latency {latency} must be positive factors")
-        fits = {
-            key: replace(fit.scaled(latency, 1.0), seconds_per_byte=fit.seconds_per_byte / bandwidth)
-            for key, fit in self.collectives.items()
-        }
-        return replace(self, collectives=fits)
+    def fit(self, task: Task, cluster: ClusterSpec) -> CollectiveFit | None:
+        """What was measured of such a collective among ranks that share a node, or that do not, as these."""
+        local = len(cluster.nodes) > 1 and cluster.one_node(task.ranks)
+        return (self.within if local else self.collectives).get((task.kind, len(task.ranks)))
 
     def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float, float]:
-        """(seconds for which a task among equals takes the link, seconds until its result is there after that, and of
-        the first those that pass without a byte of its own where others are in flight)."""
+        """(seconds for which a task takes the link, seconds from then until its result is there, and the part of the
+        first in which no byte of its own is on the wire)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0, 0.0
-        fit = self.collectives.get((task.kind, len(task.ranks)))
+        fit = self.fit(task, links.cluster)
         if fit is not None:
             taken, hidden = fit.occupied(task.wire_bytes) + fit.latency_seconds, fit.latency_seconds
             overhead = fit.overhead_seconds
@@ -114,7 +118,7 @@ class Costs:
     def straight_seconds(self, task: Task, rank: int, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
         """(seconds before the first byte, seconds for which a participant's link is taken) where tasks go straight."""
         factor, more = self.slowdown(task.kind, in_flight)
-        fit = self.collectives.get((task.kind, len(task.ranks)))
+        fit = self.fit(task, links.cluster)
         assert task.root is not None
         if fit is None:
             link = links.straight(task.ranks, task.root, rank)
@@ -131,29 +135,34 @@ class Costs:
         return factor, self.call_seconds
 
     def update(self, bytes_updated: float, estimate: float) -> float:
-        """Seconds of one optimizer call on so many bytes of variables."""
+        """Seconds of one optimizer call on `bytes_updated` bytes of variables."""
         if self.update_seconds_per_byte is None:
             return self.update_call_seconds + estimate
         return self.update_call_seconds + self.update_seconds_per_byte * bytes_updated
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        rows = [
-            {"kind": kind, "participants": participants, **asdict(fit)}
-            for (kind, participants), fit in sorted(self.collectives.items())
-        ]
-        return {"collectives": rows} | _FORM.dump_python(self, mode="json", exclude=set(_NOT_IN_FORM))
+        rows = {
+            level: [
+                {"kind": kind, "participants": participants, **asdict(fit)}
+                for (kind, participants), fit in sorted(getattr(self, level).items())
+            ]
+            for level in ("collectives", "within")
+        }
+        return rows | _FORM.dump_python(self, mode="json", exclude=set(_NOT_IN_FORM))
 
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
         """Reads what `to_dict` made; anything else is one sentence that names the field."""
         with problems_named(f"{origin}: not a costs file"):
-            rows = _Rows.model_validate(raw).collectives
-            fits = {
-                (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
-                for row in rows
+            fits: dict[str, Any] = {
+                level: {
+                    (row.kind, row.participants): CollectiveFit(**row.model_dump(exclude={"kind", "participants"}))
+                    for row in rows
+                }
+                for level, rows in _Rows.model_validate(raw)
             }
-            return replace(_FORM.validate_python(raw | _NOT_IN_FORM), collectives=fits)
+            return replace(_FORM.validate_python(raw | _NOT_IN_FORM), **fits)
 
 
 Duration = Annotated[float, Field(ge=0, lt=1e9)]
@@ -169,10 +178,11 @@ class _Row(BaseModel):
 
 class _Rows(BaseModel):
     collectives: list[_Row]
+    within: list[_Row] = []
 
 
 _FORM = TypeAdapter(Costs)
-_NOT_IN_FORM: dict[str, Any] = {"collectives": {}, "factors": {}, "call_seconds": 0.0}
+_NOT_IN_FORM: dict[str, Any] = {"collectives": {}, "within": {}, "factors": {}, "call_seconds": 0.0}
 
 
 def in_a_row(
@@ -197,8 +207,8 @@ def in_a_row(
 
 
 def network_seconds(plan: Plan, costs: Costs) -> float:
-    """Seconds for which the busiest rank's link is taken in one step at the least: nothing else holds it up, and what
-    precedes a message's bytes passes behind others' where several may be under way."""
+    """The least seconds per step for which the busiest rank's link is taken: it waits for nothing else, and overheads
+    are hidden behind the bytes of other messages where several may be under way."""
     busy: dict[tuple[int, bool], float] = defaultdict(float)
     """By rank and direction."""
     everyone = 0.0
@@ -225,7 +235,7 @@ def variable_updates(plan: Plan) -> dict[str, float]:
     node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
     updates: dict[str, float] = {}
     for operator in plan.graph.phase("optimizer"):
-        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+        moved = operator.bytes_moved / node.memory_bandwidth
         for name in operator.variables:
             updates[name] = operator.seconds if operator.seconds is not None else moved
     for message in plan.messages:

@@ -2,6 +2,12 @@
 
 Each host is a network namespace with a name and an address of its own, joined to a switch by a link of the given
 bandwidth in each direction. Without the right to make namespaces the ranks share this machine's loopback, unshaped.
+
+With `gpu=True` all ranks compute on this machine's GPU at once (`offbeat.emulate.gpu`), and NCCL takes the emulated
+links. Emulated are the network between hosts and ranks that compute at the same time. Not emulated are a GPU for each
+rank (its arithmetic and memory are shared, so compute of N ranks takes up to N times as long) and fast links within a
+host: NCCL refuses two ranks of one host on one device, so that each rank is a host of its own for it, and ranks of one
+emulated host talk through its loopback, unshaped.
 """
 
 import importlib
@@ -22,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 from offbeat.arguments import checked
 from offbeat.emulate import linux
+from offbeat.emulate.gpu import Gpu, find_control, find_gpu
 from offbeat.emulate.keeper import KeeperProcess, search_path
 from offbeat.errors import EmulationError
 from offbeat.launch import LOOPBACK, Job, RankEnd, RankProcess, first_failure, free_port, job_environment, last_words
@@ -46,6 +53,9 @@ _MESSAGE_SECONDS = 160e-6
 # One core's share of a small machine.
 _MEMORY_BYTES = 4 * 2**30
 _PEAK_FLOPS = 50e9
+# What NCCL's sockets reach between ranks on one GPU, and half of its all-reduce of 1 KiB among two ranks.
+_NCCL_BYTES_PER_SECOND = 1.5e9
+_NCCL_MESSAGE_SECONDS = 35e-6
 _ANSWER = "from offbeat.emulate.emulation import answer_call; answer_call()"
 _MARK = "OFFBEAT_EMULATION"
 """Variable in the environment of every rank, and of what it starts, by which the keeper finds them."""
@@ -75,7 +85,8 @@ class Emulation:
     """A cluster that exists inside a `with` block.
 
     `hosts` is their number, or a list with the bandwidth of each; the bandwidth None means unlimited. `latency` is one
-    way between two hosts and needs a kernel with netem. `kind` says what this machine allowed.
+    way between two hosts and needs a kernel with netem. `kind` says what this machine allowed. With `gpu` all ranks
+    share this machine's GPU as their device 0.
     """
 
     @checked
@@ -86,6 +97,7 @@ class Emulation:
         *,
         latency: str | float | None = None,
         ranks_per_host: int = 1,
+        gpu: bool = False,
     ) -> None:
         count = hosts if isinstance(hosts, int) else len(hosts)
         if not 1 <= count <= MAX_HOSTS:
@@ -95,6 +107,11 @@ class Emulation:
         if ranks_per_host < 1:
             raise EmulationError(f"ranks_per_host: {ranks_per_host} is not a whole number above 0")
         self._ranks_per_host = ranks_per_host
+        self._wants_gpu = gpu
+        self._gpu: Gpu | None = None
+        self._gpu_environment: dict[str, str] = {}
+        self._gpu_suspect = False
+        """Whether a rank has failed since the service that shares the GPU was started."""
         self._keeper: KeeperProcess | None = None
         self._mark = secrets.token_hex(8)
         self._ports = 0
@@ -107,10 +124,25 @@ class Emulation:
             raise EmulationError("hosts: this emulated cluster is already running")
         if sys.platform != "linux":
             raise EmulationError(f"hosts: an emulated cluster needs Linux, and this is {sys.platform}")
+        if self._wants_gpu:
+            find_control()
+            self._gpu = find_gpu()
+        self._build_any()
+        if self._wants_gpu:
+            try:
+                self._gpu_environment = self._ask_gpu("start")["environment"]
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def _build_any(self) -> None:
+        """Builds the cluster in the first way that this machine allows."""
         refusals: list[str] = []
         for kind in get_args(Kind)[:-1]:
             try:
-                return self._build(kind)
+                self._build(kind)
+                return
             except EmulationError as error:
                 refusals.append(f"{kind}: {error}")
         reasons = "; ".join(refusals)
@@ -118,10 +150,10 @@ class Emulation:
             raise EmulationError(f"latency: {self._latency_seconds:g} s cannot be emulated here ({reasons})")
         warnings.warn(
             f"the emulated cluster runs on plain loopback with unshaped links, because this machine refused {reasons}",
-            stacklevel=2,
+            stacklevel=3,
         )
         try:
-            return self._build("loopback")
+            self._build("loopback")
         except EmulationError as error:
             raise EmulationError(f"hosts: the emulated cluster cannot be started: {error}") from None
 
@@ -133,6 +165,18 @@ class Emulation:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.end()
+
+    def gpu_answers(self) -> bool:
+        """Whether the service through which the ranks share the GPU still works."""
+        return bool(self._ask_gpu("check")["answers"])
+
+    def restart_gpu(self) -> None:
+        """Ends that service and all ranks on it, and starts it anew; `run` does so after a run in which a rank failed.
+
+        A rank that dies with kernels in flight may leave it in a state in which nobody's kernels end.
+        """
+        self._gpu_environment = self._ask_gpu("restart")["environment"]
+        self._gpu_suspect = False
 
     @property
     def world_size(self) -> int:
@@ -170,18 +214,22 @@ class Emulation:
         """This cluster as data for planning and simulation."""
         from offbeat.cluster import ClusterSpec, Node
 
+        unshaped, message = _UNSHAPED_BYTES_PER_SECOND, _MESSAGE_SECONDS
+        device: dict[str, Any] = {"device": "cpu", "memory": _MEMORY_BYTES, "peak_flops": _PEAK_FLOPS}
+        if self._gpu is not None:
+            unshaped, message = _NCCL_BYTES_PER_SECOND, _NCCL_MESSAGE_SECONDS
+            # The catalogue of devices knows its FLOP per second.
+            device = {"device": self._gpu.name, "memory": self._gpu.memory_bytes}
         nodes = tuple(
             Node(
                 name=host.name,
                 address=host.address,
-                device="cpu",
                 devices=self._ranks_per_host,
-                memory=_MEMORY_BYTES,
-                peak_flops=_PEAK_FLOPS,
-                bandwidth=host.bandwidth_bytes_per_second or _UNSHAPED_BYTES_PER_SECOND,
-                latency=_MESSAGE_SECONDS + (self._latency_seconds or 0.0),
-                intra_bandwidth=_UNSHAPED_BYTES_PER_SECOND,
-                intra_latency=_MESSAGE_SECONDS,
+                bandwidth=host.bandwidth_bytes_per_second or unshaped,
+                latency=message + (self._latency_seconds or 0.0),
+                intra_bandwidth=unshaped,
+                intra_latency=message,
+                **device,
             )
             for host in self.hosts
         )
@@ -231,8 +279,11 @@ class Emulation:
         When a rank fails or `timeout` seconds have passed all ranks are stopped, and RankError says what happened; with
         `check=False` the results alone do.
         """
+        if self._gpu is not None and (self._gpu_suspect or not self.gpu_answers()):
+            self.restart_gpu()
         start = partial(self.popen, program=program, env=env, master_port=self.new_port())
         ends = Job(start, range(self.world_size)).run(timeout)
+        self._gpu_suspect = any(end.returncode for end in ends)
         if not check:
             return ends
         failure = first_failure(ends)
@@ -279,9 +330,29 @@ class Emulation:
             # Emulated hosts share memory and adapters, which NCCL would use instead of the emulated links.
             "NCCL_HOSTID": self.hosts[host_index].name,
             "NCCL_IB_DISABLE": "1",
+            **(self._gpu_variables(host_index, local_rank) if self._gpu is not None else {}),
         }
 
-    def _build(self, kind: Kind) -> "Emulation":
+    def _gpu_variables(self, host_index: int, local_rank: int) -> dict[str, str]:
+        name = self.hosts[host_index].name
+        return {
+            **self._gpu_environment,
+            # As the service numbers devices: it has one.
+            "CUDA_VISIBLE_DEVICES": "0",
+            "NCCL_HOSTID": name if self._ranks_per_host == 1 else f"{name}-{local_rank}",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            # MPS gives a process two queues for all its streams, and one that waits holds up others in its queue.
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+        }
+
+    def _ask_gpu(self, wanted: str) -> dict[str, Any]:
+        keeper, _ = self._running(0)
+        if self._gpu is None:
+            raise EmulationError("gpu: this emulated cluster was made without one")
+        return keeper.ask(gpu=wanted)
+
+    def _build(self, kind: Kind) -> None:
         count = len(self._rates)
         names = [f"host{index}" for index in range(count)]
         addresses = [LOOPBACK if kind == "loopback" else f"10.77.0.{index + 1}" for index in range(count)]
@@ -296,7 +367,6 @@ class Emulation:
             raise
         self._keeper, self.kind = keeper, kind
         self.hosts = tuple(map(Host, names, addresses, rates, reply["pids"]))
-        return self
 
     def _running(self, index: int) -> tuple[KeeperProcess, Host]:
         """The keeper, and one of its hosts."""

@@ -6,12 +6,14 @@ it. The keeper ends with its owner: it watches the owner's process (which, unlik
 end of one of its threads for the end of it) and its own input. On the way out it kills all processes in the hosts'
 namespaces and those with the mark in their environment: the ranks, and whatever they left behind.
 
-Each request and each reply is a line of JSON: first what to build, then links to shape. An empty line ends it.
+Each request and each reply is a line of JSON: first what to build, then links to shape, and what to do with the service
+that shares a GPU ({"gpu": "start"}, "check" or "restart"). An empty line ends it.
 """
 
 import contextlib
 import errno
 import json
+import math
 import os
 import select
 import signal
@@ -24,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.emulate import linux
+from offbeat.emulate.gpu import Mps
 from offbeat.errors import EmulationError
 
 _POLL_SECONDS = 0.01
 _END_SECONDS = 10.0
+# A process may not end before the service through which it uses the GPU does.
+_RANKS_SECONDS = 3.0
 _MAIN = "import sys; from offbeat.emulate.keeper import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -134,10 +139,10 @@ def _sleep_in_namespaces(keeper: int, name: str, hosts_file: str, ready: int) ->
         os._exit(1)
 
 
-def _kill_all(namespaces: set[str], mark: bytes) -> None:
-    """Kills all processes that are in these network namespaces or have the mark, until none is left."""
-    found = True
-    while found:
+def _kill_all(namespaces: set[str], mark: bytes, seconds: float = math.inf) -> None:
+    """Kills all processes that are in these network namespaces or have the mark, until none is left or time is up."""
+    until, found = time.monotonic() + seconds, True
+    while found and time.monotonic() < until:
         found = False
         for entry in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -148,27 +153,69 @@ def _kill_all(namespaces: set[str], mark: bytes) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _serve(owner: int | None, namespaces: set[str]) -> None:
-    """Answers requests until the owner or the input ends, and notes the network namespaces of the hosts."""
-    network = None
-    poller = select.poll()
-    for descriptor in (sys.stdin.fileno(), *([] if owner is None else [owner])):
-        poller.register(descriptor, select.POLLIN)
-    while owner not in {descriptor for descriptor, _ in poller.poll()}:
-        line = sys.stdin.readline()
-        if not line.strip():
+class _Keeper:
+    """What one keeper has made."""
+
+    def __init__(self) -> None:
+        self.namespaces: set[str] = set()
+        """The network namespaces of the hosts."""
+        self.network: Any = None
+        self.mps: Mps | None = None
+
+    def serve(self, owner: int | None) -> None:
+        """Answers requests until the owner or the input ends."""
+        poller = select.poll()
+        for descriptor in (sys.stdin.fileno(), *([] if owner is None else [owner])):
+            poller.register(descriptor, select.POLLIN)
+        while owner not in {descriptor for descriptor, _ in poller.poll()}:
+            line = sys.stdin.readline()
+            if not line.strip():
+                return
+            try:
+                reply = self._answer(json.loads(line))
+            except EmulationError as error:
+                reply = {"error": str(error)}
+            except Exception as error:  # every failure belongs to the owner, who turns it into one sentence
+                reason = error.strerror if isinstance(error, OSError) else None
+                reply = {"error": reason or f"{type(error).__name__}: {error}"}
+            print(json.dumps(reply), flush=True)
+
+    def end(self, mark: bytes) -> None:
+        """Ends the ranks, then what they shared a GPU through."""
+        if self.mps is None:
+            _kill_all(self.namespaces, mark)
             return
-        reply: dict[str, Any] = {}
+        _kill_all(self.namespaces, mark, _RANKS_SECONDS)
+        self._end_mps()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "gpu" in request:
+            return self._share_gpu(request["gpu"])
+        if self.network is not None:
+            self.network.shape(**request)
+            return {}
+        reply, self.network = _build(**request)
+        if self.network is not None:
+            self.namespaces.update(os.readlink(f"/proc/{pid}/ns/net") for pid in reply["pids"])
+        return reply
+
+    def _share_gpu(self, wanted: str) -> dict[str, Any]:
+        if wanted == "check":
+            return {"answers": self.mps is not None and self.mps.answers()}
+        self._end_mps()
+        self.mps = Mps()
         try:
-            if network is None:
-                reply, network = _build(**json.loads(line))
-                namespaces.update(os.readlink(f"/proc/{pid}/ns/net") for pid in reply.get("pids", ()) if network)
-            else:
-                network.shape(**json.loads(line))
-        except Exception as error:  # every failure belongs to the owner, who turns it into one sentence
-            reason = error.strerror if isinstance(error, OSError) else None
-            reply = {"error": reason or f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
+            self.mps.start()
+        except BaseException:
+            self._end_mps()
+            raise
+        return {"environment": self.mps.environment}
+
+    def _end_mps(self) -> None:
+        mps, self.mps = self.mps, None
+        if mps is not None:
+            mps.end()
+            _kill_all(set(), mps.mark, _RANKS_SECONDS)
 
 
 def main(owner: int, mark: str) -> None:
@@ -181,9 +228,9 @@ def main(owner: int, mark: str) -> None:
     if os.getppid() != owner:
         return
     linux.prctl(linux.PR_SET_NAME, b"offbeat-keeper")
-    namespaces: set[str] = set()
+    keeper = _Keeper()
     try:
         with contextlib.suppress(BrokenPipeError):
-            _serve(watched, namespaces)
+            keeper.serve(watched)
     finally:
-        _kill_all(namespaces, mark.encode())
+        keeper.end(mark.encode())

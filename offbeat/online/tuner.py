@@ -6,7 +6,6 @@ Later, when steps have become longer or shorter than they were, it looks again. 
 """
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Generator
 from functools import partial
@@ -27,6 +26,7 @@ from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import link_fit
 from offbeat.strategy import Strategy
 from offbeat.timeline import Timeline
+from offbeat.timeline.clock import Moment
 
 WARM_UP_STEPS = 6
 """The engine rebuilds its order after step 4."""
@@ -78,8 +78,10 @@ class Tuner:
         """Steps take another time than they did, so the link may too."""
         self.phases = self._run()
         next(self.phases)
-        self.ended_at = time.perf_counter()
-        self.seconds = 0.0
+        self.clock = runtime.engine.reports.clock
+        self.begun = self.clock.now()
+        self.step: tuple[Moment, Moment] = self.begun, self.begun
+        """The last step: its beginning and its end."""
         runtime.step_hooks.append(self.after_step)
         runtime.refit_hooks.append(self._start_over)
 
@@ -92,21 +94,17 @@ class Tuner:
 
     def after_step(self) -> None:
         """The end of a step: the only moment at which anything changes."""
-        now = time.perf_counter()
-        self.seconds, self.ended_at = now - self.ended_at, now
+        self.step = self.begun, self.clock.now()
         next(self.phases)
         # What the tuner itself took is not the next step's.
-        self.ended_at = time.perf_counter()
+        self.begun = self.clock.now()
 
     # The phases; each `yield` is one step of training
 
     def _run(self) -> Generator[None, None, None]:
         self.runtime.settled = False
-        seconds = []
-        for _ in range(WARM_UP_STEPS + 1):
-            yield
-            seconds.append(self.seconds)
-        self.usual = median(seconds[-UNRECORDED_STEPS:])
+        yield from self._steps(WARM_UP_STEPS + 1 - UNRECORDED_STEPS)
+        self.usual = median((yield from self._timed(UNRECORDED_STEPS)))
         while True:
             yield from self._improve()
             self.runtime.settled = True
@@ -196,11 +194,19 @@ class Tuner:
     def _block(self) -> Generator[None, None, float]:
         """Seconds of a step, in the median of some."""
         yield from self._steps(1)
-        seconds = []
-        for _ in range(BLOCK_STEPS):
+        return median((yield from self._timed(BLOCK_STEPS)))
+
+    def _timed(self, count: int) -> Generator[None, None, list[float]]:
+        """Trains on for some steps; the seconds of each."""
+        steps = []
+        for _ in range(count):
             yield
-            seconds.append(self.seconds)
-        return median(seconds)
+            steps.append(self.step)
+        return self._seconds(steps)
+
+    def _seconds(self, steps: list[tuple[Moment, Moment]]) -> list[float]:
+        self.clock.wait(steps[-1][1])
+        return [self.clock.seconds(end) - self.clock.seconds(begin) for begin, end in steps]
 
     def _steps(self, count: int) -> Generator[None, None, int]:
         for _ in range(count):
@@ -220,14 +226,13 @@ class Tuner:
         """Some steps with a recorder; returns its lines."""
         recorder = MemoryRecorder()
         with recorder:
-            seconds = []
-            for number in range(RECORDED_STEPS + 1):
+            steps = []
+            for _ in range(RECORDED_STEPS + 1):
                 yield
                 recorder.step()
-                if number:
-                    seconds.append(self.seconds)
+                steps.append(self.step)
         # Recording takes a little time too, which a plan on trial must not win by.
-        self.usual = min(self.usual, median(seconds))
+        self.usual = min(self.usual, median(self._seconds(steps[1:])))
         traces = self._gather(recorder.lines)
         self.runtime.link = yield from self._measure_link()
         return traces
@@ -260,11 +265,7 @@ class Tuner:
         """Returns when steps have become longer or shorter for good."""
         off = 0
         while off < 2:
-            seconds = []
-            for _ in range(WATCHED_STEPS):
-                yield
-                seconds.append(self.seconds)
-            now = median(seconds)
+            now = median((yield from self._timed(WATCHED_STEPS)))
             off = off + 1 if self._agree(abs(now / self.usual - 1) > DRIFT) else 0
         self._tell(f"plans again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
         self.usual = now

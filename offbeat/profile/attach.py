@@ -10,7 +10,6 @@ called `sys.exit()`, unless it shall run on.
 import os
 import runpy
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.profile.recorder import Recorder, is_trained, runtime_of
+from offbeat.timeline.clock import Moment, clock_of
 
 WARM_UP_STEPS = 3
 """The first plain steps, which are not timed: memory is allocated, DDP rebuilds its buckets."""
@@ -38,7 +38,7 @@ class ScriptRecorder(Recorder):
     def __init__(self, folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool) -> None:
         super().__init__(folder)
         self.wanted, self.plain_steps, self.run_on = steps, plain_steps, run_on
-        self.ends: list[float] = []
+        self.ends: list[Moment] = []
         """When each step ended, recorded or not."""
         self.root: torch.nn.Module | None = None
         self.optimizer: Any = None
@@ -56,6 +56,7 @@ class ScriptRecorder(Recorder):
             return
         self.handle.remove()
         self.root = module
+        self.clock = clock_of(next(module.parameters()).device)
         runtime = runtime_of(module)
         if runtime is not None:
             # Its optimizer takes many small steps; the engine knows when a whole one has ended.
@@ -71,7 +72,7 @@ class ScriptRecorder(Recorder):
             self._optimizer_stepped(optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        super()._optimizer_ends()
+        super()._optimizer_ends(optimizer)
         self._optimizer_stepped(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -87,7 +88,7 @@ class ScriptRecorder(Recorder):
         """A step has ended."""
         if self.done:
             return
-        self.ends.append(time.perf_counter())
+        self.ends.append(self.clock.now())
         if not self.recording:
             if len(self.ends) >= self.plain_steps:
                 self.__enter__()
@@ -125,7 +126,8 @@ class ScriptRecorder(Recorder):
             return
         self.__exit__(type(error) if error else None, error, None)
         if self.rank == 0 and self.kind:
-            seconds = [end - before for before, end in pairwise(self.ends)]
+            self.clock.wait(self.ends[-1])
+            seconds = [end - before for before, end in pairwise(map(self.clock.seconds, self.ends))]
             # The step in which the recorder was attached counts for neither.
             plain, recorded = seconds[WARM_UP_STEPS : max(0, self.plain_steps - 1)], seconds[max(1, self.plain_steps) :]
             content = {

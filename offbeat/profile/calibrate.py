@@ -8,13 +8,13 @@ how they share links follows from their roots (`offbeat.simulate.step`).
 
 For a cluster file every collective is measured under every even partitioning of the ranks that a mesh of them has:
 groups of consecutive ranks, and those that differ along any axes of the finest mesh (`offbeat.sharding.layout`). All
-groups of one partitioning talk at the same time (TensorOpt, section 3.2). `python -m offbeat.profile.calibrate FILE`
-does it as one rank of a job.
+groups of one partitioning talk at the same time (TensorOpt, section 3.2). On GPUs the file also says what each node's
+devices are and how fast they multiply and copy while all of them do. `python -m offbeat.profile.calibrate FILE` does it
+as one rank of a job.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -37,10 +37,12 @@ from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, i
 from offbeat.cost.tables import latency_steps
 from offbeat.cpu_steal import QUIET, CpuSteal
 from offbeat.errors import OffbeatError
+from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
 from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
 from offbeat.sharding.layout import groups_of, prime_factors
+from offbeat.timeline.clock import Moment, clock_of
 from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
@@ -69,8 +71,12 @@ LONGEST_SECONDS = 0.15
 
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
-Measured = dict[tuple[Collective, Groups], list[Sample]]
-"""By collective and partitioning of the ranks: samples of the slowest group."""
+Measured = dict[tuple[str, int], list[Sample]]
+"""By collective and number of ranks: samples of the slowest group."""
+Surveyed = dict[tuple[Collective, Groups], list[Sample]]
+"""By collective and partitioning of all ranks: samples of the slowest group."""
+MULTIPLIED, COPIED_BYTES = 8192, 2**30
+"""Rows and columns of the matrices by which a GPU's rate is measured, and bytes of the tensor that is copied."""
 _TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
@@ -78,13 +84,19 @@ _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 def calibrate_job(folder: Path) -> None:
     """Measures what each collective of the running job costs, on every rank; rank 0 writes `calibration.json`."""
     samples, ranks = measure_job(), dist.get_world_size()
+    within, between = measure_nodes()
     known = known_costs(dist.get_backend(), ranks)
-    fits = {
-        (kind, ranks): fit_alone(found) if known.straight and kind in SERVED else fit(found)
-        for kind, found in samples.items()
-    }
+
+    def fits(measured: Measured) -> dict[tuple[str, int], CollectiveFit]:
+        return {
+            key: fit_alone(found) if known.straight and key[0] in SERVED else fit(found)
+            for key, found in measured.items()
+        }
+
     if dist.get_rank() == 0:
-        content = {"costs": replace(known, collectives=fits).to_dict(), "samples": samples}
+        everyone = {(kind, ranks): found for kind, found in samples.items()}
+        costs = replace(known, collectives=fits(between | everyone), within=fits(within))
+        content = {"costs": costs.to_dict(), "samples": samples}
         written = orjson.dumps(content, option=orjson.OPT_INDENT_2)
         files.write_atomic(folder / "calibration.json", written, "calibration")
 
@@ -98,6 +110,31 @@ def measure_job() -> dict[str, list[Sample]]:
         with closing(world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
             _measured[job] = _least_disturbed(channel, world.device)
     return _measured[job]
+
+
+def measure_nodes() -> tuple[Measured, Measured]:
+    """Samples of every collective among the ranks of a node, all nodes at once, and among the first rank of each node.
+
+    Both are empty unless some of several nodes have several ranks; the same on every rank.
+    """
+    world = torch_world()
+    names: list[str] = world.all_gather_object(this_place().node)
+    nodes = [tuple(rank for rank, name in enumerate(names) if name == node) for node in dict.fromkeys(names)]
+    if not 1 < len(nodes) < world.size:
+        return {}, {}
+    found: list[Measured] = []
+    for level, groups in (("within", nodes), ("between", [tuple(ranks[0] for ranks in nodes)])):
+        mine: Measured = {}
+        for ranks in groups:
+            if world.rank in ranks and len(ranks) > 1:
+                name = f"offbeat/calibrate/{level}/{ranks[0]}"
+                with closing(world.open_channel(name, ranks, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
+                    mine = {(kind, len(ranks)): measure(channel, kind, world.device) for kind in KINDS}
+        # Ranks that take no part wait here. Nodes of one size may differ; the slowest counts.
+        everyones: list[Measured] = world.all_gather_object(mine)
+        keys = dict.fromkeys(key for each in everyones for key in each)
+        found.append({key: slowest([each[key] for each in everyones if key in each]) for key in keys})
+    return found[0], found[1]
 
 
 def _least_disturbed(channel: Channel, device: torch.device) -> dict[str, list[Sample]]:
@@ -212,15 +249,15 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
 
 def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[float]:
     """Seconds until each of the collectives, all issued at once, has ended."""
-    begin = time.perf_counter()
+    clock = clock_of(device)
+    begin = clock.now()
     works = [start() for start in starts]
-    ends = []
+    ends: list[Moment] = []
     for work in works:
         work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        ends.append(time.perf_counter() - begin)
-    return ends
+        ends.append(clock.now())
+    clock.wait(ends[-1])
+    return [clock.seconds(end) - clock.seconds(begin) for end in ends]
 
 
 def partitionings(world: int) -> list[Groups]:
@@ -233,10 +270,10 @@ def partitionings(world: int) -> list[Groups]:
     return sorted(found, key=lambda groups: (len(groups[0]), groups))
 
 
-def measure_partitionings(world: int) -> Measured:
+def measure_partitionings(world: int) -> Surveyed:
     """Samples of every collective under every partitioning."""
     job = torch_world()
-    measured: Measured = {}
+    measured: Surveyed = {}
     for number, groups in enumerate(partitionings(world)):
         mine = next(group for group in groups if job.rank in group)
         with closing(job.open_channel(f"offbeat/survey/{number}/{mine[0]}", mine, 2, _TIMEOUT)) as channel:
@@ -256,16 +293,59 @@ def slowest(groups: list[list[Sample]]) -> list[Sample]:
     ]
 
 
-def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
-    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning."""
-    nodes = world // per_node
+def device_figures(device: torch.device, size: int = MULTIPLIED, copied: int = COPIED_BYTES) -> dict[str, Any]:
+    """A node's fields about its device: name, memory, and FLOP and bytes per second as measured here and now."""
+    known = torch.cuda.get_device_properties(device)
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return {
+        "device": known.name,
+        "memory": known.total_memory,
+        "peak_flops": 2 * size**3 / _seconds(partial(torch.matmul, *_matrices(size, dtype, device)), device),
+        # A copy reads and writes.
+        "memory_bandwidth": 2 * copied / _seconds(torch.empty(copied, dtype=torch.uint8, device=device).clone, device),
+    }
+
+
+def _matrices(size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    # Random values: on zeros a GPU draws less power and multiplies faster.
+    return [torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)]
+
+
+def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Of one of some in a row, after some that warm up."""
+    for _ in range(3):
+        action()
+    clock = clock_of(device)
+    begin = clock.now()
+    for _ in range(repeats):
+        action()
+    end = clock.now()
+    clock.wait(end)
+    return (clock.seconds(end) - clock.seconds(begin)) / repeats
+
+
+def cluster_of(
+    measured: Surveyed,
+    nodes: Sequence[int],
+    within: Measured,
+    between: Measured,
+    devices: Sequence[dict[str, Any]] | None = None,
+) -> ClusterSpec:
+    """The cluster of nodes of so many ranks, with the bandwidth that all-reduces reached, and a table for each
+    partitioning. `within` and `between` are what `measure_nodes` found.
+
+    `devices` are the figures of every rank's device; a node has those of its slowest. Without them they are CPUs.
+    """
+    world, largest = sum(nodes), max(nodes)
     fields: dict[str, float | None] = {}
-    if nodes > 1:
+    if len(nodes) > 1:
         fields["address"] = None
-        fields["bandwidth"], fields["latency"] = link_of(measured["all_reduce", (tuple(range(world)),)], world)
-    if per_node > 1:
-        within = tuple(tuple(range(first, first + per_node)) for first in range(0, world, per_node))
-        fields["intra_bandwidth"], fields["intra_latency"] = link_of(measured["all_reduce", within], per_node)
+        found = between["all_reduce", len(nodes)] if between else measured["all_reduce", (tuple(range(world)),)]
+        fields["bandwidth"], fields["latency"] = link_of(found, len(nodes) if between else world)
+    if largest > 1:
+        consecutive = tuple(tuple(range(first, first + largest)) for first in range(0, world, largest))
+        found = within["all_reduce", largest] if within else measured["all_reduce", consecutive]
+        fields["intra_bandwidth"], fields["intra_latency"] = link_of(found, largest)
     tables = tuple(
         CollectiveTable(
             collective=kind,
@@ -275,8 +355,15 @@ def cluster_of(measured: Measured, world: int, per_node: int) -> ClusterSpec:
         )
         for (kind, groups), samples in measured.items()
     )
-    local = ClusterSpec.local(per_node).nodes[0]
-    made = tuple(local.model_copy(update={**fields, "name": f"node{number}"}) for number in range(nodes))
+    local = ClusterSpec.local(1).nodes[0]
+    slowest_devices: list[dict[str, Any]] = [{}] * len(nodes)
+    if devices is not None:
+        each = iter(devices)
+        slowest_devices = [min(islice(each, ranks), key=lambda one: one["peak_flops"]) for ranks in nodes]
+    made = tuple(
+        local.model_copy(update={**fields, **figures, "devices": ranks, "name": f"node{number}"})
+        for number, (ranks, figures) in enumerate(zip(nodes, slowest_devices, strict=True))
+    )
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 
 
@@ -292,13 +379,23 @@ def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
 def main(path: str) -> None:
     """Measures the running job's ranks, each of which must call it; rank 0 writes the cluster file."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+        on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0)
-    per_node = local if 0 < local <= world and world % local == 0 else world
-    cluster = cluster_of(measure_partitionings(world), world, per_node)
+    nodes = ClusterSpec.of_ranks(torch_world().all_gather_object(this_place().node))
+    if nodes is None:
+        raise OffbeatError("ranks: those of a node do not follow each other, as they must in a cluster file")
+    devices: list[Any] | None = None
+    if dist.get_backend() == "nccl":
+        devices = [None] * world
+        dist.barrier()
+        dist.all_gather_object(devices, device_figures(torch_world().device))
+    sizes = [node.devices for node in nodes.nodes]
+    cluster = cluster_of(measure_partitionings(world), sizes, *measure_nodes(), devices)
     if dist.get_rank() == 0:
         cluster.save(path)
     dist.barrier()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.runtime.lifetime import callbacks
+from offbeat.timeline.clock import DeviceMoment, Moment
 from offbeat.torch_private import has_communication_hook
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class BucketListener:
         self.recorder: Recorder | None = None
         self.group = model.process_group
         self.world = dist.get_world_size(self.group)
+        self.stream = _marks(self.group)
+        """Where a GPU's buckets travel, so that their ends can be marked."""
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.known: dict[int, str] = {}
         """By the place of a bucket's tensor, the names of its variables."""
@@ -64,20 +67,47 @@ def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> b
 
 
 def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    queued = time.perf_counter()
-    tensor = bucket.buffer().div_(listener.world)
-    issued = time.perf_counter()
-    work = dist.all_reduce(tensor, group=listener.group, async_op=True)
-    future = work.get_future()
     recorder = listener.recorder
+    queued = recorder.clock.now() if recorder is not None else 0.0
+    tensor = bucket.buffer().div_(listener.world)
+    issued = recorder.clock.now() if recorder is not None else 0.0
+    place = tensor.data_ptr()
+    if place not in listener.known:
+        listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
+    what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world, queued, issued)
+    future: torch.futures.Future[torch.Tensor]
+    if listener.stream is not None:
+        listener.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(listener.stream):
+            dist.all_reduce(tensor, group=listener.group)
+            if recorder is not None:
+                recorder.collective(*what, recorder.clock.now())
+            future = torch.futures.Future(devices=[tensor.device])
+            future.set_result(tensor)
+        return future
+    work = dist.all_reduce(tensor, group=listener.group, async_op=True)
     if recorder is not None:
         callbacks.add(work)
-        place = tensor.data_ptr()
-        if place not in listener.known:
-            listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
-        what = (bucket.index(), "all_reduce", listener.known[place], tensor.nbytes, listener.world)
-        future.add_done_callback(lambda _: recorder.collective(*what, queued, issued, time.perf_counter()))
-    return future.then(lambda done: done.value()[0])
+        _report_end(work, partial(recorder.collective, *what), None)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _report_end(work: Any, report: Callable[[Moment], None], marks: torch.cuda.Stream | None) -> None:
+    """Calls `report` with the moment at which a collective ends.
+
+    One of NCCL's is only put on its stream when torch calls it done; so a stream of `marks` waits for it.
+    """
+    if marks is None:
+        work.get_future().add_done_callback(lambda _: report(time.perf_counter()))
+        return
+    with torch.cuda.stream(marks):
+        work.wait()
+        report(DeviceMoment())
+
+
+def _marks(group: dist.ProcessGroup | None) -> torch.cuda.Stream | None:
+    """A stream for the ends of a group's collectives; None where the backend's threads report them."""
+    return torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
 
 def patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -93,6 +123,8 @@ class CollectiveListener:
         self.recorder = recorder
         self.inside = False
         """Inside one of the functions, which may call another."""
+        self.marks: dict[int, torch.cuda.Stream | None] = {}
+        """By the process group's id."""
         for name, what in _CALLS.items():
             if hasattr(dist, name):
                 patch(recorder.undo, dist, name, self._listening(name, *what))
@@ -105,7 +137,7 @@ class CollectiveListener:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return original(*args, **kwargs)
-            queued = time.perf_counter()
+            queued = self.recorder.clock.now()
             self.inside = True
             try:
                 work = original(*args, **kwargs)
@@ -117,15 +149,16 @@ class CollectiveListener:
             self.recorder.issued += 1
             what = (number, kind, f"{name}.{number}", size, dist.get_world_size(kwargs.get("group")))
 
-            def ended(*_: Any) -> None:
-                self.recorder.collective(*what, queued, queued, time.perf_counter())
-
             if work is None:
-                ended()
-                self.recorder.local("wait", (), queued, time.perf_counter())
+                end = self.recorder.clock.now()
+                self.recorder.collective(*what, queued, queued, end)
+                self.recorder.local("wait", (), queued, end)
             else:
                 callbacks.add(work)
-                work.get_future().add_done_callback(ended)
+                group = kwargs.get("group")
+                if id(group) not in self.marks:
+                    self.marks[id(group)] = _marks(group)
+                _report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
             return work
 
         return call
@@ -133,12 +166,15 @@ class CollectiveListener:
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def wait(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            if self.inside:
+                return original(*args, **kwargs)
+            begin = self.recorder.clock.now()
             try:
                 return original(*args, **kwargs)
             finally:
-                end = time.perf_counter()
-                if not self.inside and end - begin > LEAST_WAIT_SECONDS:
+                end = self.recorder.clock.now()
+                short = isinstance(begin, float) and isinstance(end, float) and end - begin <= LEAST_WAIT_SECONDS
+                if not short:
                     self.recorder.local("wait", (), begin, end)
 
         return wait

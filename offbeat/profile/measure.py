@@ -9,6 +9,7 @@ was recorded; what is predicted for another strategy is its step with `no_sync()
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,14 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.compute import compute_scale, gap_seconds, measured_graph, update_costs, with_variables_of
+from offbeat.profile.compute import (
+    compute_scale,
+    gap_seconds,
+    host_late_share,
+    measured_graph,
+    update_costs,
+    with_variables_of,
+)
 from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
@@ -38,6 +46,8 @@ from offbeat.timeline import KINDS, Timeline
 from offbeat.timeline.observer import covered
 
 WARM_UP_STEPS = 3
+LAUNCH_BOUND = 0.1
+"""Share of a step in which the GPU waits for the host, from which on it is worth a note."""
 MOST_CORRECTED = 2.0
 """The largest factor by which a job's own collectives correct what was calibrated."""
 SERVER_CORRECTIONS = 4
@@ -58,6 +68,8 @@ class Profile:
     """Times that a step synchronises its gradients; plans do so once."""
     recorded: RecordedPlan | None = None
     """The plan in force while an Offbeat job was recorded."""
+    host_late: float = 0.0
+    """Share of a step in which the GPU waits for the host to launch its next work."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -72,10 +84,29 @@ class Profile:
         """Median step, as measured."""
         return self.timeline.iteration_time
 
-    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> "Profile":
-        """The same job on links with so many times the bandwidth and the latency."""
-        cluster = self.cluster.with_links(bandwidth, latency)
-        return replace(self, cluster=cluster, costs=self.costs.scaled(bandwidth, latency))
+    def with_links(
+        self, bandwidth: float = 1.0, latency: float = 1.0, intra: tuple[float, float] | None = None
+    ) -> "Profile":
+        """The same job on links with so many times the bandwidth and the latency, within nodes `intra` times if given.
+
+        A ring of all ranks is as fast as its slowest hop.
+        """
+        between = bandwidth, latency
+        within = intra or between
+        cluster = self.cluster.with_links(*between, within)
+        everyone = within if len(cluster.nodes) == 1 else between
+        if between != within and len(cluster.nodes) > 1:
+            ring = range(cluster.world_size)
+            everyone = cluster.ring_bandwidth(ring) / self.cluster.ring_bandwidth(ring), latency
+        costs = replace(
+            self.costs,
+            collectives={
+                key: fit.on_links(*(everyone if key[1] == cluster.world_size else between))
+                for key, fit in self.costs.collectives.items()
+            },
+            within={key: fit.on_links(*within) for key, fit in self.costs.within.items()},
+        )
+        return replace(self, cluster=cluster, costs=costs)
 
 
 def profile_in_place(
@@ -120,6 +151,11 @@ def make_profile(
             f"gradients are synchronised {synchronisations} times a step; with model.no_sync() around all backward "
             f"passes but the last they would be once, as in the strategies that are predicted"
         )
+    if (late := host_late_share(steady)) > LAUNCH_BOUND:
+        said.append(
+            f"in {late:.0%} of the step the GPU waits for the host to launch its next work; torch.compile, CUDA graphs "
+            f"or fewer and larger operations would help there, a faster network would not"
+        )
     per_call, per_byte = update_costs(steady, graph)
     costs = replace(
         costs,
@@ -136,12 +172,13 @@ def make_profile(
     profile = Profile(
         timeline=to_timeline(steady, said),
         graph=graph,
-        cluster=cluster or _cluster(world, costs),
+        cluster=cluster or _cluster(steady, costs, said),
         strategy=strategy or _bucket_strategy(steady, graph),
         costs=costs,
         job=traces[0].job,
         synchronisations=synchronisations,
         recorded=recorded,
+        host_late=late,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
     served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)
@@ -205,9 +242,11 @@ def _with_own_servers(profile: Profile) -> Profile:
     tried: list[tuple[float, Costs]] = []
     # Messages also delay each other, so that the busy time is not proportional to what each one takes.
     for _ in range(SERVER_CORRECTIONS):
-        known = profile.costs.collectives
-        fits = {key: fit.scaled(1.0, factor) if key[0] in SERVED else fit for key, fit in known.items()}
-        costs = replace(profile.costs, collectives=fits)
+        fits = {
+            level: {key: fit.scaled(1.0, factor) if key[0] in SERVED else fit for key, fit in known.items()}
+            for level, known in (("collectives", profile.costs.collectives), ("within", profile.costs.within))
+        }
+        costs = replace(profile.costs, **fits)  # type: ignore[arg-type] # two of its fields
         busy = _busy_seconds(simulate(plan, costs, memory=False), min)
         if not (busy and wanted):
             return profile
@@ -246,7 +285,8 @@ def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tu
             of_step.setdefault((row.kind, row.ranks), []).append((row.bytes, seconds, alone))
             before.append((issued, finished))
         for key, samples in of_step.items():
-            if key[1] == len(traces):
+            # Of one rank alone, nobody knows how long it waited for the others.
+            if key[1] == len(traces) or len(traces) == 1:
                 found.setdefault(key, []).append(samples)
     return found
 
@@ -255,19 +295,48 @@ def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
     """The recorded DDP buckets as a strategy."""
     groups = {name: row.task for row in traces[0].steps[-1].communication for name in row.name.split(",")}
     configs = {
-        variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
+        variable.name: VariableConfig(
+            shards=(Shard(synchronizer="sparse_all_gather") if variable.sparse else Shard(group=groups[variable.name]),)
+        )
         for variable in graph.variables
         if variable.name in groups
     }
     return Strategy(name=traces[0].job, variables=configs, schedule=Schedule(mode="barrier"))
 
 
-def _cluster(world: int, costs: Costs) -> ClusterSpec:
-    """Equal nodes with the bandwidth that the job's all-reduces reached."""
-    fit = costs.collectives.get(("all_reduce", world))
-    if world == 1 or fit is None or not fit.seconds_per_byte:
-        return ClusterSpec.homogeneous(nodes=world, devices_per_node=1)
-    bandwidth = sent_per_byte("all_reduce", world) / fit.seconds_per_byte
-    return ClusterSpec.homogeneous(
-        nodes=world, devices_per_node=1, bandwidth=bandwidth, latency=fit.overhead_seconds + fit.latency_seconds
-    )
+def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> ClusterSpec:
+    """Nodes of as many ranks as share one, with the bandwidth that all-reduces between and within them reached."""
+    world, names = traces[0].world, _nodes(traces)
+    nodes, largest = len(set(names)), max(Counter(names).values())
+    levels = {"intra_": (costs.within, largest)}
+    if nodes == 1:
+        levels = {"intra_": (costs.collectives, world)}
+    else:
+        levels[""] = costs.collectives, nodes if ("all_reduce", nodes) in costs.collectives else world
+    figures: dict[str, Any] = {"device": traces[0].device} if traces[0].device else {}
+    for prefix, (fits, participants) in levels.items():
+        fit = fits.get(("all_reduce", participants))
+        if participants > 1 and fit is not None and fit.seconds_per_byte:
+            figures[f"{prefix}bandwidth"] = sent_per_byte("all_reduce", participants) / fit.seconds_per_byte
+            figures[f"{prefix}latency"] = fit.overhead_seconds + fit.latency_seconds
+    if 1 < nodes < world and not costs.within:
+        notes.append("nothing was measured among ranks of one node; their links are assumed")
+    found = ClusterSpec.of_ranks(names, **figures)
+    if found is None:
+        notes.append("ranks that share a node do not follow each other; each is taken for a node of its own")
+        return ClusterSpec.of_ranks([str(rank) for rank in range(world)], **figures)  # type: ignore[return-value] # distinct
+    return found
+
+
+def _nodes(traces: list[RankTrace]) -> list[str]:
+    """The node of every rank. A rank without a trace is on the node whose ranks the launcher numbered so; without any
+    such word each rank has a node of its own."""
+    size = max(1, traces[-1].local_world)
+    names = [f"rank{rank // size * size}" for rank in range(traces[0].world)]
+    for trace in traces:
+        first = trace.rank - trace.local_rank
+        for rank in range(max(0, first), min(first + trace.local_world, len(names))) if trace.local_rank >= 0 else ():
+            names[rank] = trace.node
+    for trace in traces:
+        names[trace.rank] = trace.node or f"rank{trace.rank}"
+    return names

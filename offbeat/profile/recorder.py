@@ -8,14 +8,15 @@ The recorder finds the model by itself: it looks at the first forward. From then
 parameters of its own begins, when each gradient is complete, and when each collective could go, went and had ended.
 A loop that accumulates gradients has several forward and backward passes in a step; calls of `step()` between two steps
 of the optimizer belong to one step.
-Every step is written as one line of JSON, so that a crash loses at most the last one.
+Every step is written as one line of JSON, so that a crash loses at most the last one. On a GPU times are the GPU's own
+(`offbeat.timeline.clock`), and a step is written once the GPU has come to its end.
 """
 
 import contextlib
 import os
-import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -29,8 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
+from offbeat.launch import machine_name, this_place
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
+from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
 from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
@@ -39,6 +42,8 @@ from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.faults import explain
 from offbeat.runtime.memory import MicroBatches
 from offbeat.timeline import Kind
+from offbeat.timeline.clock import Clock, HostClock, Moment, clock_of, host_late_seconds, in_seconds
+from offbeat.torch_private import uncompiled
 
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
@@ -49,6 +54,8 @@ class Recorder:
 
     ticks = 32
     """Messages with which a rank compares its clock with rank 0's, before and after the steps."""
+    footprints = True
+    """Whether to look at what a step keeps in memory."""
 
     @checked
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
@@ -59,6 +66,9 @@ class Recorder:
         self.recording = False
         self.undo = contextlib.ExitStack()
         """Removes what was hooked into torch, the model and the runtime."""
+        self.clock: Clock = HostClock()
+        self.unwritten: deque[dict[str, Any]] = deque()
+        """Lines of steps of which the GPU has not come to the end."""
         self.steps = 0
         self.kind = ""
         self.runtime: Runtime | None = None
@@ -66,7 +76,8 @@ class Recorder:
         self.plans = PlanWriter()
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.collectives: list[tuple[Any, ...]] = []
-        self.optimizer_began = 0.0
+        self.optimizer_began: Moment = 0.0
+        self.footprint: Footprint | None = None
         self._begin_step()
 
     def __enter__(self) -> "Recorder":
@@ -80,25 +91,39 @@ class Recorder:
 
     def step(self) -> None:
         """Ends a step and writes what was noted since the last call."""
-        now = time.perf_counter()
+        now = self.clock.now()
         if not self.recording:
             raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
         if not self.kind:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
-            self._write({"plan": changed})
+            self.unwritten.append({"plan": changed})
         ended, self.collectives = self.collectives, []
         # Collectives that end during a later step are written with it; each says which step it belongs to.
-        self._write(self.line | {"end": now, "communication": ended})
+        self.unwritten.append(self.line | {"end": now, "communication": ended})
+        self._write_known()
         self.steps += 1
         self._begin_step()
+
+    def _write_known(self) -> None:
+        """Writes the steps whose times are known."""
+        while self.unwritten and all(map(self.clock.reached, _last_moments(self.unwritten[0]))):
+            line = self.unwritten.popleft()
+            marks = [row[-1] for name in ("forward", "backward") for row in line.get(name, ())]
+            written = in_seconds(line, self.clock)
+            if late := host_late_seconds(marks, self.clock):
+                written["host_late_ns"] = round(late * 1e9)
+            self._write(written)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.undo.close()
         try:
             if self.kind and self.recording:
+                for moment in (moment for line in self.unwritten for moment in _last_moments(line)):
+                    self.clock.wait(moment)
+                self._write_known()
                 ended, self.collectives = self.collectives, []
-                self._write({"late": ended})
+                self._write({"late": in_seconds(ended, self.clock)})
                 if error is None:
                     self._write({"clock": self._tick()})
         except OffbeatError:
@@ -118,6 +143,7 @@ class Recorder:
         if not is_trained(module):
             return
         self.finder.remove()
+        self.clock = clock_of(next(module.parameters()).device)
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self.modules: list[str] = []
@@ -132,6 +158,8 @@ class Recorder:
                 if not sharded:
                     self._listen_to_gradient(name, parameter)
         self._listen_to_calls(module)
+        if self.footprints and not sharded and uncompiled(module) is module:
+            self.footprint = Footprint(inner)
         self.runtime = runtime_of(module)
         ticks = self._tick()
         self._listen_to_communication(module)
@@ -140,7 +168,7 @@ class Recorder:
         self._write(self._header(inner))
         self._write({"clock": ticks})
         # The present step began before the recorder was attached.
-        self.line |= {"complete": False, "updated": False, "begin": time.perf_counter()}
+        self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
 
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
@@ -152,7 +180,7 @@ class Recorder:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
-            self._forward_begins()
+            self._forward_begins(split, args)
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -165,8 +193,10 @@ class Recorder:
         self.modules.append(name)
         unknown = sharded
 
-        def reached(*_: Any) -> None:
-            self.line["forward"].append([number, time.perf_counter(), 0.0])
+        def reached(_: Any, given: Any) -> None:
+            if self.footprint is not None:
+                self.footprint.reached(given)
+            self.line["forward"].append([number, self.clock.now(), 0.0])
 
         def begins(*_: Any) -> None:
             nonlocal unknown
@@ -177,7 +207,7 @@ class Recorder:
                     full = f"{name}.{part}" if name else part
                     if full in self.numbers and parameter.is_leaf:
                         self._listen_to_gradient(full, parameter)
-            self.line["forward"][-1][2] = time.perf_counter()
+            self.line["forward"][-1][2] = self.clock.now()
 
         # Offbeat's runtime waits for a module's variables between the two.
         self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
@@ -187,7 +217,7 @@ class Recorder:
         number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
-            self.line["backward"].append((number, time.perf_counter()))
+            self.line["backward"].append((number, self.clock.now()))
 
         self.undo.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
 
@@ -217,8 +247,10 @@ class Recorder:
             "rank": self.rank,
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "backend": dist.get_backend() if dist.is_initialized() else "",
+            "device": _device_name(next(model.parameters()).device),
             "job": self.kind,
             "machine": machine_name(),
+            **this_place()._asdict(),
             "unix_seconds": time.time(),
             "clock_seconds": time.perf_counter(),
             "modules": self.modules,
@@ -263,40 +295,56 @@ class Recorder:
         self.issued = 0
         """Number of torch.distributed's collectives in this step."""
         noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
-        self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": time.perf_counter()}
+        self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": self.clock.now()}
         """What the present step's line will say; see `offbeat.profile.lines`."""
 
-    def _forward_begins(self, *_: Any) -> None:
-        self.line["calls"].append([time.perf_counter(), 0.0])
+    def _forward_begins(self, *call: Any) -> None:
+        if self.footprint is not None:
+            self.footprint.forward_begins(*call[1:])
+        self.line["calls"].append([self.clock.now(), 0.0])
 
     def _forward_ends(self, *_: Any) -> None:
+        if self.footprint is not None:
+            self.footprint.forward_ends()
         # The forward in which the recorder found the model has no beginning.
         if self.line["calls"]:
-            self.line["calls"][-1][1] = time.perf_counter()
+            self.line["calls"][-1][1] = self.clock.now()
         if self.runtime is not None:
             # Not when the step ends: by then the engine may follow another plan.
             self.followed = self.runtime.plan, self.runtime.engine.mode
 
     def _optimizer_begins(self, *_: Any) -> None:
-        self.optimizer_began = time.perf_counter()
+        self.optimizer_began = self.clock.now()
 
-    def _optimizer_ends(self, *_: Any) -> None:
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.line["updated"] = True
-        self.local("optimizer", (), self.optimizer_began, time.perf_counter())
+        self.local("optimizer", (), self.optimizer_began, self.clock.now())
+        self._note_memory(optimizer)
 
     def _engine_stepped(self) -> None:
         self.line["updated"] = True
+        if self.runtime is not None:
+            self._note_memory(self.runtime.optimizer)
 
-    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+    def _note_memory(self, optimizer: torch.optim.Optimizer) -> None:
+        found = self.footprint.updated(optimizer) if self.footprint is not None else None
+        if found is not None and self.runtime is not None:
+            found["sparse"] = [
+                (each.name, each.sparse_rows) for each in self.runtime.plan.graph.variables if each.sparse
+            ]
+        if found is not None:
+            self._write({"memory": found})
+
+    def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
         self.collective(task.index, task.kind, task.name, task.wire_bytes, len(task.ranks), queued, issued, finished)
 
-    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+    def local(self, kind: Kind, messages: tuple[int, ...], start: Moment, end: Moment) -> None:
         """A wait or an update of the job."""
         self.line["local"].append((kind, messages, start, end))
 
     def collective(
-        self, task: int, kind: str, name: str, size: int, ranks: int, queued: float, issued: float, finished: float
+        self, task: int, kind: str, name: str, size: int, ranks: int, queued: Moment, issued: Moment, finished: Moment
     ) -> None:
         """Any collective of the job."""
         self.collectives.append((task, kind, name, size, ranks, queued, issued, finished))
@@ -317,10 +365,19 @@ class Recorder:
             raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
 
 
+def _last_moments(line: dict[str, Any]) -> list[Moment]:
+    """The moments of a line after which all of its times are known."""
+    return [line.get("end", 0.0), *(row[-1] for row in line.get("communication", ()))]
+
+
 def runtime_of(module: torch.nn.Module) -> Runtime | None:
     """The runtime that distribute() attached to a model, if an engine trains it."""
     attached = getattr(module, "_offbeat", None)
     return attached if isinstance(attached, Runtime) else None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def is_trained(module: torch.nn.Module) -> bool:
@@ -333,6 +390,7 @@ class MemoryRecorder(Recorder):
 
     ticks = 6
     """Few, because a training step waits for them."""
+    footprints = False
 
     def __init__(self) -> None:
         super().__init__("", calibrate=False)
@@ -343,11 +401,3 @@ class MemoryRecorder(Recorder):
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-
-
-def machine_name() -> str:
-    """Names the machine whose clock this process reads."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot}".strip()

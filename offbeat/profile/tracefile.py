@@ -27,6 +27,7 @@ _STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _RANK = re.compile(r"(?:rank|worker)[_.\-]?(\d{1,6})", re.IGNORECASE)
 _RANK_TEXT = re.compile(r"[0-9]{1,9}")
 _LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$")
+_UPDATE = re.compile(r"Optimizer\.step#(\w+)\.step")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 MOST_ELEMENTS = 2**56
 """Limit on a tensor's elements: their bytes, summed over a trace, still fit 64 bits."""
@@ -56,6 +57,16 @@ class Collective:
     """Its number within its group, the same on all participants; -1 where unknown, see `offbeat.profile.flight`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The end of autograd's work for one parameter, in seconds since the trace's origin."""
+
+    host: float
+    shape: tuple[int, ...] | None
+    """None where the profiler did not record shapes."""
+    dtype: str
+
+
 @dataclass(eq=False)
 class Trace:
     """What one file holds; times in seconds since `origin_ns`."""
@@ -71,8 +82,17 @@ class Trace:
     """Start and end of each ProfilerStep."""
     work: Timeline
     """Computation; a track is a stream or a thread."""
+    launched: NDArray[np.float64]
+    """When the host began the operator that each part of `work` belongs to."""
+    gradients: list[Gradient]
+    """In the order in which the host completed them."""
+    on_device: bool
+    """Whether `work` are kernels, which run later than the host launches them."""
     collectives: list[Collective]
     """In the order of their issue, or start where that is unknown."""
+    backend: str = ""
+    optimizer: str = ""
+    """The class of the optimizer whose step was seen last."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -93,6 +113,7 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
     base = _number(stream.header.get("baseTimeNanoseconds"), 0)
     world = info.get("world_size")
     first = collector.first
+    work, launched = _work(collector, int(rank))
     faulty = f"{path}: {collector.faulty} events with negative or non-finite times were left out"
     return Trace(
         path=Path(path),
@@ -101,11 +122,16 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
         host=str(stream.header.get("host_name", "")),
         origin_ns=base + round(first * 1000),
         steps={number: ((a - first) * 1e-6, (b - first) * 1e-6) for number, (a, b) in sorted(collector.steps.items())},
-        work=_work(collector, int(rank)),
+        work=work,
+        launched=launched,
+        gradients=sorted(_gradients(collector), key=lambda each: each.host),
+        on_device=bool(collector.kernels),
         collectives=sorted(
             [*_gloo(collector), *_nccl(collector)],
             key=lambda each: each.start if np.isnan(each.queued) else each.queued,
         ),
+        backend=str(info.get("backend", "")),
+        optimizer=collector.updated_by,
         notes=[faulty] if collector.faulty else [],
     )
 
@@ -121,6 +147,8 @@ class _Collector:
         self.operators, self.kernels = array("d"), array("d")
         """Flat: start, duration, lane, External id and name of each."""
         self.optimizer: list[tuple[float, float]] = []
+        self.updated_by = ""
+        self.gradients: list[tuple[float, dict[str, Any]]] = []
         self.ranges: list[tuple[float, float, int, str, dict[str, Any]]] = []
         self.issued: list[tuple[float, str, dict[str, Any]]] = []
         self.described: dict[int, tuple[float, dict[str, Any]]] = {}
@@ -156,6 +184,8 @@ class _Collector:
         elif category == "cpu_op":
             if name == "record_param_comms":
                 self.described[_number(args.get("External id"))] = (start, args)
+            elif name == "torch::autograd::AccumulateGrad":
+                self.gradients.append((start + duration, args))
             elif name.startswith("c10d::") and (kind := collective_kind(name)) != "collective":
                 self.issued.append((start, kind, args))
             number = _number(args.get("External id"))
@@ -164,6 +194,8 @@ class _Collector:
             self.steps[int(step[1])] = (start, start + duration)
         elif category == "user_annotation" and name.startswith("Optimizer."):
             self.optimizer.append((start, start + duration))
+            if match := _UPDATE.fullmatch(name):
+                self.updated_by = match[1]
 
     def collective(self, start: float, duration: float, asked: float, dtype: object, **what: Any) -> Collective:
         size = what["elements"] * _ITEM_BYTES.get(str(dtype).lower().removeprefix("c10::"), 4)
@@ -184,24 +216,28 @@ def _columns(flat: "array[float]", first: float) -> tuple[NDArray[np.float64], N
     return start, start + rows[:, 1] * 1e-6, rows[:, 2:].T.astype(np.int64)
 
 
-def _work(collector: _Collector, rank: int) -> Timeline:
-    """Kernels, each of the kind of the outermost operator that launched it; without any, the outermost operators."""
+def _work(collector: _Collector, rank: int) -> tuple[Timeline, NDArray[np.float64]]:
+    """Kernels, each of the kind of the outermost operator that launched it; without any, the outermost operators.
+
+    And when the host began the operator that launched each.
+    """
     start, end, (lane, number, name) = _columns(collector.operators, collector.first)
     outermost, kind = _outermost(start, end, lane), _operator_kinds(collector, start, name)
     ranges = np.array([_RANGE.fullmatch(text) is not None for text in collector.names], bool)
-    rows = (outermost == np.arange(len(start))) & ~ranges[name]
+    rows, launched = (outermost == np.arange(len(start))) & ~ranges[name], start
     if collector.kernels:
-        kinds, known, order = kind[outermost], number, np.argsort(number, kind="stable")
+        kinds, known, order, begun = kind[outermost], number, np.argsort(number, kind="stable"), start
         start, end, (lane, launcher, name) = _columns(collector.kernels, collector.first)
         rows, kind = np.ones(len(start), bool), np.full(len(start), KINDS.index("other"), np.int8)
+        launched = start.copy()
         if len(order):
             place = order[np.minimum(np.searchsorted(known[order], launcher), len(order) - 1)]
             found = (known[place] == launcher) & (launcher >= 0)
-            kind[found] = kinds[place[found]]
+            kind[found], launched[found] = kinds[place[found]], begun[place[found]]
     others = {"rank": rank, "step": -1, "queued": np.nan, "bytes": 0, "task": -1}
     columns: Any = {column: np.full(len(start), value, COLUMNS[column]) for column, value in others.items()}
     every = Timeline(tuple(collector.names), start=start, end=end, track=lane, kind=kind, name=name, **columns)
-    return every.select(rows)
+    return every.select(rows), launched[rows]
 
 
 def _outermost(start: NDArray[np.float64], end: NDArray[np.float64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -227,6 +263,17 @@ def _operator_kinds(collector: _Collector, start: NDArray[np.float64], name: NDA
         place = np.searchsorted(ranges[:, 0], start, side="right") - 1
         kind[(place >= 0) & (start < ranges[np.maximum(place, 0), 1])] = KINDS.index("optimizer")
     return kind
+
+
+def _gradients(collector: _Collector) -> Iterator[Gradient]:
+    for end, args in collector.gradients:
+        dims, types = args.get("Input Dims"), args.get("Input type")
+        sizes = dims[0] if isinstance(dims, list) and dims else None
+        shape = tuple(map(_number, sizes)) if isinstance(sizes, list) else None
+        if shape is not None and not all(0 <= size < MOST_ELEMENTS for size in shape):
+            shape = None
+        dtype = types[0] if isinstance(types, list) and types else "float"
+        yield Gradient((end - collector.first) * 1e-6, shape, str(dtype))
 
 
 def _gloo(collector: _Collector) -> Iterator[Collective]:

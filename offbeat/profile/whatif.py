@@ -10,9 +10,8 @@ it puts in (`sent_per_byte`, 2(w−1)/w for all-reduce) and the messages that fo
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 from offbeat.cluster import ClusterSpec
@@ -27,17 +26,26 @@ from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.replay_trace import replay_trace
 from offbeat.runtime.comm import goes_straight
 from offbeat.simulate.predict import simulate
-from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy, builders, transfer
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, strategy_for, transfer
 from offbeat.timeline import Timeline
 from offbeat.units import quote
 
-Kind = Literal["bandwidth", "latency", "compute", "workers", "strategy", "straggler", "wire"]
+Level = Literal["inter_bandwidth", "inter_latency", "intra_bandwidth", "intra_latency"]
+Kind = Literal["bandwidth", "latency", Level, "compute", "workers", "strategy", "straggler", "wire"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-EXAMPLES = "bandwidth=2x, latency=0.5x, compute=1.5x, workers=64, strategy=overlap, straggler=3:2x, wire=fp16"
+EXAMPLES = (
+    "bandwidth=2x, latency=0.5x, inter_bandwidth=2x, intra_latency=0.5x, compute=1.5x, workers=64, strategy=overlap, "
+    "straggler=3:2x, wire=fp16"
+)
 PLANNED_JOBS = ("offbeat", "ddp")
 """Jobs whose plan is known from their trace."""
 WIRES = ("fp16", "bf16", "none")
 _WORDS = {"workers": "{0.number} workers", "straggler": "rank {0.number} computes {0.factor:g}x as long"}
+_WORDS |= {
+    f"{level}_{figure}": f"{{0.factor:g}}x {figure} {where} nodes"
+    for level, where in (("inter", "between"), ("intra", "within"))
+    for figure in ("bandwidth", "latency")
+}
 _WORDS |= {
     "strategy": "strategy {0.name}",
     "wire": "{0.name} on the wire",
@@ -116,16 +124,14 @@ def plan_known(profile: Profile) -> bool:
 def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     """The plan and the costs of the changed job."""
     wanted = {change.kind: change for change in changes}
-    factors = {kind: wanted[kind].factor for kind in ("bandwidth", "latency") if kind in wanted}
-    profile = profile.with_links(**factors) if factors else profile
+    profile = _with_links(profile, {change.kind: change.factor for change in changes})
     graph, cluster, costs, strategy = profile.graph, profile.cluster, profile.costs, profile.strategy
     if "workers" in wanted:
-        before, cluster = cluster.world_size, with_workers(cluster, wanted["workers"].number)
-        costs = costs_of_workers(costs, before, cluster.world_size)
+        cluster, costs = resized(cluster, costs, wanted["workers"].number)
         if "strategy" not in wanted and cluster is not profile.cluster:
             strategy = transfer(strategy, graph, cluster)
     if "strategy" in wanted:
-        strategy = _other_strategy(wanted["strategy"].name, graph, cluster)
+        strategy = strategy_for(wanted["strategy"].name, graph, cluster, "what-if strategy")
     if "wire" in wanted:
         strategy = with_wire(strategy, graph, wanted["wire"].name)
     if "compute" in wanted:
@@ -147,6 +153,33 @@ def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
     # The strategy was made for the cluster as it was.
     strategy = strategy.model_copy(update=ANYWHERE)
     return replace(profile, cluster=cluster, strategy=strategy).plan, costs
+
+
+def _with_links(profile: Profile, factors: Mapping[str, float]) -> Profile:
+    """The profile on other links; OffbeatError where none of its links are of the level that changes."""
+    nodes = profile.cluster.nodes
+    missing = {"inter": len(nodes) == 1, "intra": len(nodes) == profile.cluster.world_size}
+    why = {"inter": "all ranks share one node", "intra": "no two ranks share a node"}
+    for kind in get_args(Level):
+        if kind in factors and missing[kind[:5]]:
+            raise OffbeatError(f"what-if {kind}: {why[kind[:5]]}")
+
+    def level(name: str) -> tuple[float, float]:
+        bandwidth, latency = factors.get("bandwidth", 1.0), factors.get("latency", 1.0)
+        return bandwidth * factors.get(f"{name}_bandwidth", 1.0), latency * factors.get(f"{name}_latency", 1.0)
+
+    between, within = level("inter"), level("intra")
+    return profile if between == within == (1.0, 1.0) else profile.with_links(*between, within)
+
+
+def resized(cluster: ClusterSpec, costs: Costs, workers: int) -> tuple[ClusterSpec, Costs]:
+    """The cluster with that many ranks, and the costs of its collectives."""
+    after = with_workers(cluster, workers)
+    before = cluster.world_size
+    if len(after.nodes) == 1 < len(cluster.nodes):
+        # What spans nodes now says nothing of the ranks that are left, which share one.
+        costs, before = replace(costs, collectives=costs.within, within={}), max(node.devices for node in cluster.nodes)
+    return after, costs_of_workers(costs, before, workers)
 
 
 def scaled_fit(kind: str, fit: CollectiveFit, before: int, after: int) -> CollectiveFit:
@@ -229,13 +262,3 @@ def _replayed(timeline: Timeline, changes: Sequence[Change], why: str) -> Timeli
     factors = {change.kind: change.factor for change in changes if change.kind != "straggler"}
     stragglers = {change.number: change.factor for change in changes if change.kind == "straggler"}
     return replay_trace(timeline, stragglers=stragglers, **factors)
-
-
-def _other_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
-    if name in builders():
-        return build_strategy(name, graph, cluster)
-    if not Path(name).exists():
-        raise OffbeatError(
-            f"what-if strategy: {quote(name)} is neither a builder ({', '.join(builders())}) nor a strategy file"
-        )
-    return Strategy.load(name)

@@ -7,12 +7,14 @@ it or called `flush()`.
 """
 
 import atexit
+import faulthandler
 import logging
 import os
 import sys
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any, Protocol
 
 log = logging.getLogger("offbeat")
@@ -21,6 +23,8 @@ GRACE_SECONDS = 30.0
 """How far other ranks may be behind at the end; one that hangs must not keep this one from ending."""
 FAILED_GRACE_SECONDS = 1.0
 """The same where the script has failed, and the job with it."""
+LAST_RESORT_SECONDS = 60.0
+"""After the grace time: a process that still hangs then, such as in a GPU's driver whose peer has died, is ended."""
 CALLBACK_SECONDS = 0.05
 """A thread that has run a Python callback may still have to let go of it."""
 
@@ -39,8 +43,8 @@ def close_at_exit(runtime: Closable) -> None:
     """Sees to it that `runtime` is closed before the interpreter goes down."""
     if not len(_alive):
         # Registered late, so that it runs before what torch itself has registered.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all, os.getpid())
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit, os.getpid())
     _alive.add(runtime)
 
 
@@ -49,10 +53,21 @@ def script_failed() -> bool:
     return hasattr(sys, "last_type")
 
 
-def _close_all(process: int) -> None:
+def _at_exit(process: int) -> None:
+    """Closes everything, and bounds the time it may take. After a failure that holds to the end of the process."""
     if os.getpid() != process:
         # A forked process has none of the threads that would have to end.
         return
+    # No thread of Python's: a call that hangs in a driver may hold the interpreter's lock.
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):
+        grace = FAILED_GRACE_SECONDS if script_failed() else GRACE_SECONDS
+        faulthandler.dump_traceback_later(grace + LAST_RESORT_SECONDS, exit=True)
+    _close_all()
+    if not script_failed():
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _close_all() -> None:
     deadline = time.monotonic() + (FAILED_GRACE_SECONDS if script_failed() else GRACE_SECONDS)
     for runtime in list(_alive):
         try:

@@ -18,6 +18,7 @@ from offbeat.plan.schedule import retimed
 from offbeat.runtime.comm import Channel
 from offbeat.runtime.engine import Engine
 from offbeat.timeline import Kind
+from offbeat.timeline.clock import Clock, Moment
 from offbeat.timeline.observer import covered
 
 log = logging.getLogger("offbeat")
@@ -81,14 +82,15 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Gener
 class CollectiveTimings:
     """An engine's timekeeper: learns for how long its collectives keep the link busy."""
 
-    def __init__(self) -> None:
-        self.spans: dict[int, list[tuple[float, float, int]]] = {}
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.spans: dict[int, list[tuple[Moment, Moment, int]]] = {}
         """By step: when each collective was issued, when it had ended, and its bytes."""
 
-    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+    def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
         self.spans.setdefault(step, []).append((issued, finished, task.wire_bytes))
 
-    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+    def local(self, kind: Kind, messages: tuple[int, ...], start: Moment, end: Moment) -> None:
         """Only what is on the link counts here."""
 
     def slowdown(self, count: int, latency: float, per_byte: float) -> float | None:
@@ -98,9 +100,10 @@ class CollectiveTimings:
         # The backend's threads add to it meanwhile.
         for spans in map(list, list(self.spans.values())):
             expected = sum(latency + per_byte * size for _, _, size in spans)
-            if len(spans) < count or not expected:
+            if len(spans) < count or not expected or not all(self.clock.reached(finished) for _, finished, _ in spans):
                 continue
-            ratios.append(covered((issued, finished) for issued, finished, _ in spans) / expected)
+            times = ((self.clock.seconds(issued), self.clock.seconds(finished)) for issued, finished, _ in spans)
+            ratios.append(covered(times) / expected)
         return min(max(median(ratios), 1 / MOST_SLOWED), MOST_SLOWED) if ratios else None
 
 
@@ -116,14 +119,17 @@ class Retimer:
         self.device = device
         self.latency, self.per_byte = link
         self.slowdown = 1.0
-        self.timings = CollectiveTimings()
-        self.seen: list[list[float]] = []
+        self.clock = engine.reports.clock
+        self.timings = CollectiveTimings(self.clock)
+        self.seen: list[tuple[Moment, list[Moment]]] = []
+        """Of the steps observed: when backward began, and when each message was complete."""
         self.planned: list[float] = []
         self._observe()
 
     def after_step(self) -> None:
         engine = self.engine
-        self.seen.append(list(engine.ready_seconds))
+        if engine.reports.timekeeper is not None:
+            self.seen.append((engine.began, list(engine.ready)))
         if self._looks_after(engine.steps):
             ready, before = self._agreed_ready(), self.slowdown
             self._learn_slowdown()
@@ -138,12 +144,17 @@ class Retimer:
     def _observe(self) -> None:
         """Times the collectives of the last steps before a look."""
         soon = any(self._looks_after(self.engine.steps + ahead) for ahead in range(1, OBSERVED_STEPS + 1))
-        # A GPU's collectives are said to have ended when they are on their stream.
-        self.engine.reports.timekeeper = self.timings if soon and self.device.type == "cpu" else None
+        self.engine.reports.timekeeper = self.timings if soon else None
 
     def _agreed_ready(self) -> list[float]:
         """Seconds after which each message was complete on the slowest rank, in the median of the steps seen."""
-        usual = torch.tensor(self.seen, dtype=torch.float64).median(dim=0).values.to(self.device)
+        for moment in self.seen[-1][1]:
+            # Later than these nothing must be known, and by then all collectives of the steps before have ended.
+            self.clock.wait(moment)
+        seconds = [
+            [self.clock.seconds(moment) - self.clock.seconds(began) for moment in ready] for began, ready in self.seen
+        ]
+        usual = torch.tensor(seconds, dtype=torch.float64).median(dim=0).values.to(self.device)
         return largest(self.engine.channels.control, usual).tolist()
 
     def _drifted(self, ready: list[float], slowdown_before: float) -> bool:

@@ -23,7 +23,7 @@ from offbeat.search.arrange import arranged, arrangement_of, rescheduled
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
 from offbeat.simulate import step_seconds
-from offbeat.strategy import Strategy, build_strategy
+from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes, parse_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
@@ -38,7 +38,7 @@ SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
 """What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
 SLACK_SECONDS = 1e-3
 """A gradient that is later than planned holds up everything after it in a fixed order."""
-BARRIER_BUCKETS = (2**19, 2**20, 2**22, 25 * 2**20)
+BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
 
 
 def optimize(
@@ -165,18 +165,43 @@ def _annealed(problem: Problem, best: Candidate, seed: int, rounds: int | None) 
 
 
 def candidates(
-    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, present: Strategy, barrier: bool = False
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    costs: Costs,
+    present: Strategy,
+    barrier: bool = False,
+    issue_seconds: float = 0.0,
 ) -> list[Candidate]:
     """The present strategy (by the name 'present') and others, the quickest first.
 
-    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like.
+    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
+    what each collective adds to a step whose host launches its work too late, which replay does not know.
     """
     problem = Problem(graph, cluster, costs)
     found = []
     for name, strategy in (*_others(graph, cluster, costs), ("present", present)):
         mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
-        found.append(problem.evaluate(rescheduled(strategy, mode=mode), name))
+        candidate = problem.evaluate(rescheduled(strategy, mode=mode), name)
+        issuing = issue_seconds * len(candidate.plan.communication)
+        found.append(replace(candidate, seconds=candidate.seconds + issuing))
     return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def recommend(
+    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, memory_limit: str | float | None = None
+) -> tuple[Recipe, Strategy]:
+    """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    problem = Problem(graph, cluster, costs, memory_limit=limit)
+    sized = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    recipes = [*sized, *(Recipe(builder=name) for name in STARTS)]
+    made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
+    fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]
+    if not fitting:
+        least = format_bytes(min(candidate.peak_bytes for _, candidate in made))
+        raise OffbeatError(f"memory_limit: {memory_limit} is not enough for {graph.name!r}: the least found is {least}")
+    recipe, best = min(fitting, key=lambda each: each[1].seconds)
+    return recipe, best.strategy
 
 
 def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Strategy) -> float:
@@ -185,13 +210,17 @@ def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Str
 
 
 def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[tuple[str, Strategy]]:
+    for builder, options in _recipes(graph):
+        yield f"{builder} {options['bucket'] // 1024} KiB", build_strategy(builder, graph, cluster, **options)
+    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
+    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+
+
+def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
+    """Builders with sizes of buckets that are worth a try."""
     for bucket in OVERLAP_BUCKETS:
         if bucket <= graph.parameter_bytes:
             for slice_bytes in (bucket, 2 * bucket):
-                options = {"bucket": bucket, "slice_bytes": slice_bytes}
-                yield f"overlap {bucket // 1024} KiB", build_strategy("overlap", graph, cluster, **options)
-    yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
-    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+                yield "overlap", {"bucket": bucket, "slice_bytes": slice_bytes}
     for bucket in BARRIER_BUCKETS:
-        options = {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
-        yield f"ddp {bucket // 1024} KiB", build_strategy("ddp", graph, cluster, **options)
+        yield "ddp", {"bucket": bucket, "first_bucket": min(bucket, 2**20)}

@@ -94,7 +94,7 @@ class ExpandedSteps(Steps):
             roles = np.array([self.role_of[rank] for rank in task.ranks])
             straight = self.costs.goes_straight(task)
             rooted = straight or task.kind == "gather"
-            fit = self.costs.collectives.get((task.kind, len(task.ranks)))
+            fit = self.costs.fit(task, self.plan.cluster)
             if fit is not None:
                 # What goes straight fills the root's link with everybody's bytes.
                 bytes_factor, steps = (len(task.ranks) - 1, 1) if straight else lone_cost(task.kind, len(task.ranks))

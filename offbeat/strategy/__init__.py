@@ -3,12 +3,21 @@
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
 from offbeat.strategy.model import Encoder, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
-from offbeat.strategy.registry import build_strategy, builders, register_builder
+from offbeat.strategy.registry import (
+    Recipe,
+    build_strategy,
+    builders,
+    find_strategy,
+    load_strategy,
+    register_builder,
+    strategy_for,
+)
 from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
     "Encoder",
     "OperatorConfig",
+    "Recipe",
     "Schedule",
     "Shard",
     "Slice",
@@ -17,6 +26,9 @@ __all__ = [
     "build_strategy",
     "builders",
     "check_fits",
+    "find_strategy",
+    "load_strategy",
     "register_builder",
+    "strategy_for",
     "transfer",
 ]

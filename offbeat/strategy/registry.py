@@ -1,11 +1,17 @@
-"""A builder's name → its function; a function → a registered builder."""
+"""A builder's name → its function; a function → a registered builder; a file → a Strategy, or a builder's options."""
 
 import inspect
 from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
-from offbeat.errors import StrategyError
+from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.strategy.model import Strategy
 from offbeat.strategy.validate import check_fits
@@ -54,3 +60,51 @@ def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options
     strategy = built.model_copy(update={"name": name, **made_for})
     check_fits(strategy, graph, cluster)
     return strategy
+
+
+class Recipe(BaseModel):
+    """A builder and its options, for a model whose variables are not known yet; a strategy file may hold one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    builder: str
+    options: dict[str, Any] = {}
+
+    def build(self, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
+        """The strategy of a model on a cluster."""
+        return build_strategy(self.builder, graph, cluster, **self.options)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        files.write_atomic(path, orjson.dumps(self.model_dump(), option=orjson.OPT_INDENT_2), "strategy")
+
+
+def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
+    """What a strategy file holds."""
+    content = files.read_bytes(path, "strategy")
+    try:
+        raw = files.parse_json(content, str(path), "strategy")
+    except OffbeatError:
+        raw = None
+    if not isinstance(raw, dict) or "builder" not in raw:
+        return Strategy.from_json(content, origin=str(path))
+    with files.problems_named(f"{path}: not a strategy", StrategyError):
+        recipe = Recipe.model_validate(raw)
+    if recipe.builder not in _builders:
+        raise StrategyError(f"{path}: there is no builder {recipe.builder!r}; there are {', '.join(builders())}")
+    return recipe
+
+
+def find_strategy(named: str | PathLike[str], field: str, **options: Any) -> Strategy | Recipe:
+    """What a file holds, or the recipe of a builder's name and options; anything else is refused, naming the field."""
+    if named in _builders:
+        return Recipe(builder=str(named), options=options)
+    if not Path(named).exists():
+        known = ", ".join(builders())
+        raise StrategyError(f"{field}: {str(named)!r} is neither a builder ({known}) nor a strategy file")
+    return load_strategy(named)
+
+
+def strategy_for(named: str | PathLike[str], graph: ModelGraph, cluster: ClusterSpec, field: str) -> Strategy:
+    """The strategy of a file or of a builder's name for this model on this cluster."""
+    found = find_strategy(named, field)
+    return found.build(graph, cluster) if isinstance(found, Recipe) else found

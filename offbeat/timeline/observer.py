@@ -4,20 +4,21 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from offbeat.plan import Task
+from offbeat.timeline.clock import Moment
 from offbeat.timeline.model import Kind
 
 
 class Observer(Protocol):
-    """Receives spans as they end. Times are `time.perf_counter` seconds of this process.
+    """Receives spans, in moments of the clock of the device that trains (`offbeat.timeline.clock`).
 
     Calls come from the training thread and from threads of the communication backend; they must be cheap and must not
     raise.
     """
 
-    def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
+    def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
         """A collective of the plan: when it was ready, when it was issued, when it had ended."""
 
-    def local(self, kind: Kind, messages: tuple[int, ...], start: float, end: float) -> None:
+    def local(self, kind: Kind, messages: tuple[int, ...], start: Moment, end: Moment) -> None:
         """This rank waited for messages, or updated what they brought; no messages means all of them."""
 
 

@@ -18,6 +18,7 @@ import pytest
 from offbeat.cli.emulate import run_shown
 from offbeat.emulate import Emulation, RankError
 from offbeat.errors import EmulationError, OffbeatError
+from offbeat.profile.measure import load_profile
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,6 +43,27 @@ def all_reduce_seconds(size_bytes: int, repeats: int) -> list[float]:
     dist.barrier()
     dist.destroy_process_group()
     return seconds[2:]
+
+
+def record_on_nodes(folder: str) -> None:
+    """Runs on every rank: records some steps of DDP, with few measurements of the links."""
+    import torch
+    import torch.distributed as dist
+
+    import offbeat
+    from offbeat.profile import calibrate
+
+    dist.init_process_group("gloo")
+    calibrate.KINDS, calibrate.SIZES, calibrate.ATTEMPTS = ("all_reduce",), calibrate.SIZES[:5], 1
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.Recorder(folder) as recorder:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            recorder.step()
+    dist.destroy_process_group()
 
 
 def transfer_rate(sender: int, receiver: int, size_bytes: int) -> float:
@@ -277,6 +299,17 @@ def test_cluster_outlives_the_thread_that_made_it(emulated_cluster):
     assert made[0].run(["true"], timeout=10)[0].returncode == 0
     started[0].kill()
     assert started[0].wait(5) == -9
+
+
+def test_a_recording_tells_links_within_hosts_from_those_between(emulated_cluster, tmp_path):
+    emulated_cluster(2, "200Mbit/s", ranks_per_host=2).run_function(record_on_nodes, str(tmp_path), timeout=60)
+    profile = load_profile(tmp_path)
+    assert [node.devices for node in profile.cluster.nodes] == [2, 2]
+    assert profile.costs.collectives.keys() == {("all_reduce", 2), ("all_reduce", 4)}
+    assert profile.costs.within.keys() == {("all_reduce", 2)}
+    node = profile.cluster.nodes[0]
+    assert node.bandwidth < 50e6 < 2 * node.intra_bandwidth
+    assert node.intra_bandwidth > 3 * node.bandwidth
 
 
 def test_cluster_spec_describes_the_hosts(emulated_cluster):

@@ -1,11 +1,14 @@
 """Channels on gloo, whose ranks are threads of this process here, close in time and leave no thread."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,7 +156,7 @@ class Runtime:
 def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
     runtimes = [Runtime(error), Runtime(error)]
     monkeypatch.setattr(lifetime, "_alive", runtimes)
-    lifetime._close_all(os.getpid())
+    lifetime._close_all()
     assert all(runtime.deadlines for runtime in runtimes)
     # Who presses Ctrl-C once more does not wait any longer.
     waits = runtimes[-1].deadlines[-1] > time.monotonic()
@@ -163,7 +166,7 @@ def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, err
 def test_a_forked_process_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(lifetime, "_alive", [runtime])
-    lifetime._close_all(os.getpid() + 1)
+    lifetime._at_exit(os.getpid() + 1)
     assert not runtime.deadlines
 
 
@@ -171,5 +174,22 @@ def test_a_script_that_failed_does_not_wait_long(monkeypatch: pytest.MonkeyPatch
     runtime = Runtime()
     monkeypatch.setattr(lifetime, "_alive", [runtime])
     monkeypatch.setattr("sys.last_type", ValueError, raising=False)
-    lifetime._close_all(os.getpid())
+    lifetime._close_all()
     assert runtime.deadlines[0] < time.monotonic() + lifetime.FAILED_GRACE_SECONDS
+
+
+def test_an_exit_that_hangs_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import time\n"
+        "from offbeat.runtime import lifetime\n"
+        "lifetime.LAST_RESORT_SECONDS = lifetime.GRACE_SECONDS = 0.3\n"
+        "class Hangs:\n"
+        "    def close(self, deadline):\n"
+        "        time.sleep(600)\n"
+        "hangs = Hangs()\n"
+        "lifetime.close_at_exit(hangs)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "in close" in ended.stderr

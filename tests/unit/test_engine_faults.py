@@ -15,8 +15,10 @@ from small_strategies import OPTIONS
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
+from offbeat.plan import lower
+from offbeat.runtime.distribute import _check_messages
 from offbeat.runtime.faults import WorkerLost
-from offbeat.strategy import Strategy, build_strategy
+from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
 
 RANKS, VICTIM = 4, 2
 CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=2)
@@ -128,3 +130,15 @@ def test_ranks_that_disagree_are_refused_everywhere(about: str) -> None:
     for error in outcomes:
         assert isinstance(error, StrategyError)
         assert str(error) == f"rank 3 has another {about} than rank 0"
+
+
+def test_asynchronous_servers_are_refused_on_gpus() -> None:
+    graph = graph_of("mlp", torch.float64, "sgd")
+    shard = Shard(synchronizer="parameter_server", placement=(0,), asynchronous=True)
+    strategy = Strategy(variables={name.name: VariableConfig(shards=(shard,)) for name in graph.variables})
+    plan = lower(graph, CLUSTER, strategy, rank=0)
+    _check_messages(plan, torch.optim.SGD, torch.device("cpu"))
+    with pytest.raises(
+        StrategyError, match=r"^variable 'layers\.\d\.\w+' has an asynchronous parameter server, which NCCL"
+    ):
+        _check_messages(plan, torch.optim.SGD, torch.device("cuda"))

@@ -10,12 +10,13 @@ from offbeat import cpu_steal
 from offbeat.cost.measured import in_a_row
 from offbeat.profile import calibrate
 from offbeat.runtime.retime import MOST_SLOWED, CollectiveTimings
+from offbeat.timeline.clock import HostClock
 
 LATENCY, PER_BYTE = 1e-3, 1e-8
 
 
 def observed(*steps: list[tuple[float, float, int]]) -> CollectiveTimings:
-    services = CollectiveTimings()
+    services = CollectiveTimings(HostClock())
     for number, spans in enumerate(steps):
         for issued, finished, size in spans:
             task: Any = SimpleNamespace(wire_bytes=size)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+import torch
 
 from offbeat.cli import main
 from offbeat.cluster import ClusterSpec, CollectiveTable, Node
@@ -17,13 +19,15 @@ from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.calibrate import SURVEYED, cluster_of, link_of, partitionings, slowest
+from offbeat.profile.calibrate import SURVEYED, cluster_of, device_figures, link_of, partitionings, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
-from offbeat.profile.whatif import costs_of_workers, parse_what_if, scaled_fit, what_if, with_workers
+from offbeat.profile.whatif import costs_of_workers, parse_what_if, resized, scaled_fit, what_if, with_workers
+from offbeat.report.advice import what_would_help
 from offbeat.sharding.rescheduling import FineMesh
 from offbeat.simulate import simulate, step_seconds
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import Timeline
+from offbeat.timeline.diagnosis import diagnose
 
 LAYERS, ELEMENTS = 3, 500_000
 BYTES = 4 * ELEMENTS
@@ -41,11 +45,12 @@ def write_job(
     syncs: Sequence[bool] = (True,),
     *,
     line_per_pass: bool = False,
+    nodes: Sequence[str] = (),
 ) -> Path:
     """Traces as the recorder writes them: a chain of layers, an all-reduce of each gradient, one update.
 
     `syncs` has an entry for each pass of a step: whether its gradients are sent. With `line_per_pass` the training loop
-    has called the recorder's step() after each of them.
+    has called the recorder's step() after each of them. `nodes` names the node of each rank.
     """
     folder.mkdir(exist_ok=True)
     names = [f"{layer}.weight" for layer in range(LAYERS)]
@@ -62,7 +67,7 @@ def write_job(
         "gradients": names,
     }
     for rank in range(ranks):
-        lines, now = [{**header, "rank": rank}], 0.0
+        lines, now = [{**header, "rank": rank, "node": nodes[rank] if nodes else ""}], 0.0
         for step in range(STEPS):
             for place, sync in enumerate(syncs):
                 last = place == len(syncs) - 1
@@ -102,6 +107,23 @@ def _pass(
     line = {"step": number, "begin": begin, "end": end, "calls": [[begin, forward_end]], "forward": forward}
     line |= {"backward": backward, "local": local, "communication": sent}
     return {**line, "complete": True, "updated": update}, end
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """Two nodes of two ranks, whose links are ten times as fast within a node as between them."""
+    profile = load_profile(write_job(tmp_path_factory.mktemp("nodes"), ranks=4, nodes=("a", "a", "b", "b")))
+    kinds = ("all_reduce", "reduce", "broadcast")
+    costs = replace(
+        profile.costs,
+        collectives={(kind, size): CollectiveFit(0.0, 0.0, PER_BYTE) for kind in kinds for size in (2, 4)},
+        within={(kind, 2): CollectiveFit(0.0, 0.0, PER_BYTE / 10) for kind in kinds},
+    )
+    nodes = tuple(
+        node.model_copy(update={"bandwidth": 1 / PER_BYTE, "intra_bandwidth": 10 / PER_BYTE})
+        for node in profile.cluster.nodes
+    )
+    return replace(profile, costs=costs, cluster=profile.cluster.replace(nodes=nodes))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +243,55 @@ def test_another_strategy(profile: Profile, tmp_path: Path) -> None:
     assert seconds(profile, f"strategy={tmp_path}/s.json") > seconds(profile)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "devices"),
+    [(("a", "a", "b"), [2, 1]), (("a", "a", "a"), [3]), (("a", "b", "a"), [1, 1, 1]), (("", "", ""), [1, 1, 1])],
+)
+def test_ranks_that_share_a_node_are_known(nodes: tuple[str, ...], devices: list[int], tmp_path: Path) -> None:
+    """Unless they do not follow each other, which no cluster file can say, or the trace is of an older version."""
+    cluster = load_profile(write_job(tmp_path, ranks=3, nodes=nodes)).cluster
+    assert [node.devices for node in cluster.nodes] == devices
+    reached = cluster.ring_bandwidth(range(3))
+    assert reached == pytest.approx(2 * (2 / 3) / PER_BYTE, rel=0.2)
+
+
+def test_a_rank_without_a_trace_is_where_the_launcher_put_it(tmp_path: Path) -> None:
+    folder = write_job(tmp_path, ranks=4)
+    for rank, node in enumerate("aabb"):
+        path = folder / f"rank{rank}.jsonl"
+        first, rest = path.read_bytes().split(b"\n", 1)
+        place = {"node": node, "local_rank": rank % 2, "local_world": 2}
+        path.write_bytes(orjson.dumps(orjson.loads(first) | place) + b"\n" + rest)
+    (folder / "rank3.jsonl").unlink()
+    assert [node.devices for node in load_profile(folder).cluster.nodes] == [2, 2]
+
+
+def test_links_within_and_between_nodes_change_apart(two_nodes: Profile) -> None:
+    """Stations first add up what the ranks of their node send, and then exchange it with the servers."""
+    stations = "strategy=hierarchical_ps"
+    as_is = seconds(two_nodes, stations)
+    both = seconds(two_nodes, stations, "bandwidth=2x")
+    between = seconds(two_nodes, stations, "inter_bandwidth=2x")
+    within = seconds(two_nodes, stations, "intra_bandwidth=2x")
+    assert both < between < within < as_is
+    assert as_is - within < 0.3 * (as_is - between)
+    # DDP's ring is as slow as its slowest hop, whatever the others are.
+    assert seconds(two_nodes, "intra_bandwidth=2x") == pytest.approx(seconds(two_nodes))
+    assert seconds(two_nodes, "inter_bandwidth=2x") == pytest.approx(seconds(two_nodes, "bandwidth=2x"))
+    both_faster = seconds(two_nodes, "inter_bandwidth=1000x", "intra_bandwidth=4x")
+    assert seconds(two_nodes, "inter_bandwidth=1000x") > both_faster
+    assert Costs.from_dict(two_nodes.costs.to_dict()) == two_nodes.costs
+    advised = {row.about for row in what_would_help(two_nodes, diagnose(two_nodes.timeline)).rows}
+    assert {"inter_bandwidth=2x", "intra_bandwidth=2x"} < advised
+
+
+def test_ranks_of_one_node_that_are_left_talk_within_it(two_nodes: Profile) -> None:
+    cluster, costs = resized(two_nodes.cluster, two_nodes.costs, 2)
+    assert [node.devices for node in cluster.nodes] == [2]
+    assert costs.collectives["all_reduce", 2].seconds_per_byte == PER_BYTE / 10
+    assert [node.devices for node in resized(two_nodes.cluster, two_nodes.costs, 8)[0].nodes] == [2] * 4
+
+
 def test_changes_add_up(profile: Profile) -> None:
     timeline, words = what_if(profile, ["bandwidth=2x", "workers=8", "straggler=0:1x"])
     assert words == "2x bandwidth, 8 workers, rank 0 computes 1x as long"
@@ -297,7 +368,11 @@ def test_badly_written_changes(text: str, part: str) -> None:
         parse_what_if(text)
 
 
-def test_changes_that_do_not_fit(profile: Profile) -> None:
+def test_changes_that_do_not_fit(profile: Profile, tmp_path: Path) -> None:
+    with pytest.raises(OffbeatError, match="what-if intra_latency: no two ranks share a node"):
+        what_if(profile, ["intra_latency=2x"])
+    with pytest.raises(OffbeatError, match="what-if inter_bandwidth: all ranks share one node"):
+        what_if(load_profile(write_job(tmp_path, nodes=("a", "a"))), ["inter_bandwidth=2x"])
     with pytest.raises(OffbeatError, match="rank 5 is outside the job's ranks 0 to 1"):
         what_if(profile, ["straggler=5:2x"])
     with pytest.raises(OffbeatError, match="neither a builder"):
@@ -359,15 +434,16 @@ def test_bad_arguments(
 
 
 def test_surveyed_clusters_tell_links_and_tables() -> None:
-    ranks, rate, latency = 4, 1e9, 1e-4
+    rate, latency = 1e9, 1e-4
     measured = {}
     for groups in (((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 2), (1, 3))):
         size = len(groups[0])
         steps, share = 2 * (size - 1), 2 * (size - 1) / size
         rows = [(b, steps * latency + share * b / rate, share * b / rate) for b in (2**12, 2**16, 2**20, 2**22)]
         measured["all_reduce", groups] = rows
-    assert link_of(measured["all_reduce", ((0, 1, 2, 3),)], 4) == pytest.approx((rate, latency), rel=0.01)
-    spec = cluster_of(measured, ranks, 2)
+    pairs, whole = measured["all_reduce", ((0, 1), (2, 3))], measured["all_reduce", ((0, 1, 2, 3),)]
+    assert link_of(whole, 4) == pytest.approx((rate, latency), rel=0.01)
+    spec = cluster_of(measured, (2, 2), {}, {})
     assert len(spec.nodes) == 2
     assert spec.nodes[0].bandwidth == pytest.approx(rate, rel=0.01)
     assert spec.nodes[1].intra_latency == pytest.approx(latency, rel=0.01)
@@ -375,8 +451,29 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert table is not None
     assert table.seconds[-1] == pytest.approx(2 * latency + 2**22 / rate)
     assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
+    level = {("all_reduce", 2): whole}
+    unequal = cluster_of(measured, (1, 3), {("all_reduce", 3): pairs}, level)
+    assert [node.devices for node in unequal.nodes] == [1, 3]
+    assert unequal.nodes[0].bandwidth == link_of(level["all_reduce", 2], 2)[0]
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
     assert np.isfinite(spec.nodes[0].intra_bandwidth)
+    fast = {"device": "NVIDIA H200", "memory": 150_000_000_000, "peak_flops": 8e14, "memory_bandwidth": 4e12}
+    slow = {"device": "Unheard of", "memory": 2**30, "peak_flops": 1e12, "memory_bandwidth": 1e11}
+    unequal = cluster_of(measured, (2, 2), {}, {}, [fast, fast | {"peak_flops": 7e14}, slow, slow])
+    assert [(node.device, node.peak_flops) for node in unequal.nodes] == [("NVIDIA H200", 7e14), ("Unheard of", 1e12)]
+    assert [node.memory for node in unequal.nodes] == [150_000_000_000, 2**30]
+    assert unequal.nodes[0].bandwidth == spec.nodes[0].bandwidth
+    assert ClusterSpec.from_yaml(unequal.to_yaml()) == unequal
+
+
+def test_a_device_is_described_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(name="X", total_memory=2**30))
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    figures = device_figures(torch.device("cpu"), size=64, copied=2**16)
+    assert (figures["device"], figures["memory"]) == ("X", 2**30)
+    assert 1e6 < figures["peak_flops"] < 1e15
+    assert 1e6 < figures["memory_bandwidth"] < 1e15
 
 
 @pytest.mark.parametrize("world", [2, 4, 6, 8, 12])

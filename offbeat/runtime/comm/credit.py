@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from offbeat.runtime.comm.protocol import Channel, Work
+from offbeat.timeline.clock import Moment
 
 
 class CreditChannel:
@@ -76,7 +77,7 @@ class CreditChannel:
             with self.lock:
                 self.starting = False
 
-    def _ended(self, size: int, _: float) -> None:
+    def _ended(self, size: int, _: Moment) -> None:
         with self.lock:
             self.under_way -= 1
             self.bytes_under_way -= size
@@ -98,7 +99,7 @@ class CreditWork:
         self.work: Work | None = None
         self.error: Exception | None = None
         self.lock = threading.Lock()
-        self.reports: list[Callable[[float], None]] = []
+        self.reports: list[Callable[[Moment], None]] = []
 
     def begin(self) -> None:
         """Puts the collective into the channel; what fails is told to whoever waits."""
@@ -121,7 +122,7 @@ class CreditWork:
     def is_completed(self) -> bool:
         return self.begun.is_set() and (self.work is None or self.work.is_completed())
 
-    def report_end(self, report: Callable[[float], None]) -> None:
+    def report_end(self, report: Callable[[Moment], None]) -> None:
         with self.lock:
             if not self.begun.is_set():
                 self.reports.append(report)

@@ -3,23 +3,34 @@
 When a rank dies, collectives fail on the others one by one, some only because a survivor has ended. So every rank keeps
 a port open from the start. The kernel closes it with the process, which tells a dead rank from a busy one, and holds
 what others write to it until somebody reads: a survivor that finds the dead rank tells all others before it ends. No
-thread is needed, and no store, which may have died with its rank.
+store is needed, which may have died with its rank.
+
+Gloo's collectives fail on the host, which then asks who is to blame. Those of NCCL run on the GPU: when a rank dies
+they never end, and the host waits with them, be it in `item()` or as it exits. There a thread (`DeathWatch`) holds a
+connection to every rank's port, which breaks with the process at its other end, and ends this process.
 """
 
 import json
 import os
+import select
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 
 from offbeat.runtime.comm.protocol import World
+from offbeat.runtime.lifetime import close_at_exit, script_failed
 
 GRACE = timedelta(seconds=3)
 """How long a rank that met a fault waits for the others to say that they met it too."""
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0
+_WATCH_SECONDS = 0.5
+_LAST_SECONDS = 2.0
+"""Between a rank's death and the end of a survivor: all survivors must have seen the former before the latter."""
 
 
 class Liveness:
@@ -29,6 +40,9 @@ class Liveness:
         self.rank = world.rank
         self.world = world
         self.addresses: dict[int, tuple[str, int]] = {}
+        self.left: set[int] = set()
+        """Ranks that have said farewell."""
+        self._reading = threading.Lock()
         address = _own_address()
         self.port = None if address is None else socket.create_server((address, 0), backlog=1024)
         mine = None if self.port is None else self.port.getsockname()[:2]
@@ -63,9 +77,18 @@ class Liveness:
                 told = True
             time.sleep(_POLL_SECONDS)
 
-    def _tell_all(self, blames: list[int]) -> None:
+    def say_farewell(self) -> None:
+        """Tells all others that this rank ends because its script does."""
+        self._tell_all([], leaves=True)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank that is gone had said farewell."""
+        self._read()
+        return rank in self.left
+
+    def _tell_all(self, blames: list[int], leaves: bool = False) -> None:
         for rank in self.addresses:
-            self._reach(rank, json.dumps({"rank": self.rank, "blames": blames}).encode())
+            self._reach(rank, json.dumps({"rank": self.rank, "blames": blames, "leaves": leaves}).encode())
 
     def _reach(self, rank: int, message: bytes = b"") -> bool:
         """Whether the rank's port is open; leaves the message there."""
@@ -79,19 +102,86 @@ class Liveness:
     def _read(self) -> list[tuple[int, list[int]]]:
         """The messages that wait at this rank's port: whose they are, and which ranks they blame."""
         messages = []
-        while self.port is not None:
-            self.port.settimeout(0)
-            try:
-                connection, _ = self.port.accept()
-            except OSError:
-                break
-            with connection:
-                connection.settimeout(_CONNECT_SECONDS)
-                # One that is broken, or says nothing, only wants to know that this rank is alive.
-                with suppress(OSError, ValueError, TypeError, KeyError):
-                    message = json.loads(connection.recv(1 << 16))
-                    messages.append((int(message["rank"]), [int(each) for each in message["blames"]]))
+        with self._reading:
+            while self.port is not None:
+                self.port.settimeout(0)
+                try:
+                    connection, _ = self.port.accept()
+                except OSError:
+                    break
+                with connection:
+                    connection.settimeout(_CONNECT_SECONDS)
+                    # One that is broken, or says nothing, only wants to know that this rank is alive.
+                    with suppress(OSError, ValueError, TypeError, KeyError):
+                        message = json.loads(connection.recv(1 << 16))
+                        if message["leaves"]:
+                            self.left.add(int(message["rank"]))
+                        else:
+                            messages.append((int(message["rank"]), [int(each) for each in message["blames"]]))
         return messages
+
+
+class DeathWatch(threading.Thread):
+    """Ends this process when another rank has died: see above."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        super().__init__(name="offbeat-death-watch", daemon=True)
+        self.liveness = liveness
+        self._held: dict[int, socket.socket] = {}
+        self._closed = False
+        close_at_exit(self)
+
+    def close(self, deadline: float) -> None:
+        """At the end of the script: tells the others, unless it has failed; nobody is watched any more."""
+        self._closed = True
+        if not script_failed():
+            self.liveness.say_farewell()
+
+    def run(self) -> None:
+        while not self._closed:
+            dead = [rank for rank in list(self.liveness.addresses) if not self._lives(rank)]
+            if dead and not self._closed:
+                who = ", ".join(map(str, dead))
+                print(
+                    f"offbeat: WorkerLost: rank {self.liveness.rank} cannot go on: rank {who} gave no sign of life "
+                    f"(its process has ended)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                time.sleep(_LAST_SECONDS)
+                os._exit(1)
+            if self._held:
+                # Something to read means that the other end has closed: it never writes.
+                select.select(list(self._held.values()), [], [], _WATCH_SECONDS)
+            else:
+                time.sleep(_WATCH_SECONDS)
+
+    def _lives(self, rank: int) -> bool:
+        """Whether the rank's process is there, or has left in peace; connects again where its port was only read."""
+        if rank in self.liveness.left:
+            return True
+        connection = self._held.get(rank)
+        if connection is not None:
+            with suppress(BlockingIOError):
+                with suppress(ConnectionError):
+                    connection.recv(1)
+                connection.close()
+                del self._held[rank]
+        if rank in self._held:
+            return True
+        try:
+            connection = socket.create_connection(self.liveness.addresses[rank], timeout=_CONNECT_SECONDS)
+        except (ConnectionRefusedError, ConnectionResetError):
+            return self.liveness.has_left(rank)
+        except OSError:
+            # A machine that does not answer now may do so later.
+            return True
+        # Who reads its port must not wait for a message.
+        with suppress(OSError):
+            connection.sendall(b"{}")
+        connection.setblocking(False)
+        self._held[rank] = connection
+        return True
 
 
 def _own_address() -> str | None:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from offbeat.timeline.clock import Moment
+
 
 class CommunicationFailed(RuntimeError):
     """A collective failed. `lost_ranks` finds the ranks that caused it; it may take seconds."""
@@ -28,8 +30,8 @@ class Work(Protocol):
     def is_completed(self) -> bool:
         """Whether waiting would return at once."""
 
-    def report_end(self, report: Callable[[float], None]) -> None:
-        """Calls `report` with the time (`time.perf_counter`) at which it ends, from any thread."""
+    def report_end(self, report: Callable[[Moment], None]) -> None:
+        """Calls `report` with the moment at which it ends: from any thread then, or at once with a mark on a GPU."""
 
 
 class Channel(Protocol):

@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from offbeat.cost.measured import Costs
 from offbeat.runtime.comm.connections import OpenSocket, shut_down
-from offbeat.runtime.comm.protocol import CommunicationFailed
+from offbeat.runtime.comm.protocol import CommunicationFailed, Work
+from offbeat.timeline.clock import DeviceMoment, Moment
 from offbeat.torch_private import all_gather_flat, reduce_scatter_flat
 
 GLOO_SEGMENT_BYTES = 2**20
@@ -66,66 +68,91 @@ class TorchChannel:
         self.size = len(ranks)
         self.gloo = group.name() == "gloo"
         self.straight = goes_straight(group.name(), self.size)
+        self.stream = torch.cuda.Stream(priority=-1) if group.name() == "nccl" else None
+        """NCCL would use one that nobody else can put a mark on. A mark on a third stream that waits for it can hold up
+        work on others: a GPU has few queues for all streams."""
+        if self.stream is not None:
+            self.ready = torch.cuda.Event()
         self.lost_ranks = lost_ranks
 
-    def all_reduce(self, tensor: torch.Tensor) -> "TorchWork":
-        with self.errors():
-            return TorchWork(self, [self.group.allreduce([_real(tensor)])])
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        tensor = _real(tensor)
+        return self._start(c10d.AllreduceOptions(), lambda options: self.group.allreduce([tensor], options), tensor)
 
-    def reduce(self, tensor: torch.Tensor, root: int) -> "TorchWork":
+    def reduce(self, tensor: torch.Tensor, root: int) -> Work:
         tensor = _real(tensor).view(-1)
         if self.straight:
             # Every rank sends its tensor to the root once, where a ring would pass sums through all links.
             parts = tensor.new_empty(self.size if self.ranks[self.index] == root else 0, tensor.numel())
             work = self.gather(list(parts), tensor, root)
+            assert isinstance(work, TorchWork)
             if len(parts):
                 work.finish = lambda: torch.sum(parts, dim=0, out=tensor)
             return work
-        options = dist.ReduceOptions()
+        options = c10d.ReduceOptions()
         options.rootRank = self.ranks.index(root)
+        if not self.gloo:
+            return self._start(options, lambda options: self.group.reduce([tensor], options), tensor)
         most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
         with self.errors():
-            pieces = tensor.split(most) if self.gloo else [tensor]
-            return TorchWork(self, [self.group.reduce([piece], options) for piece in pieces])
+            return TorchWork(self, [self.group.reduce([piece], options) for piece in tensor.split(most)])
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> "TorchWork":
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         tensor = _real(tensor)
-        options = dist.ScatterOptions() if self.straight else dist.BroadcastOptions()
+        options = c10d.ScatterOptions() if self.straight else c10d.BroadcastOptions()
         options.rootRank = self.ranks.index(root)
-        with self.errors():
-            if self.straight:
-                inputs = [[tensor] * self.size] if options.rootRank == self.index else []
-                return TorchWork(self, [self.group.scatter([tensor], inputs, options)])
-            return TorchWork(self, [self.group.broadcast([tensor], options)])
+        if self.straight:
+            inputs = [[tensor] * self.size] if options.rootRank == self.index else []
+            return self._start(options, lambda options: self.group.scatter([tensor], inputs, options), tensor)
+        return self._start(options, lambda options: self.group.broadcast([tensor], options), tensor)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
-        with self.errors():
-            return TorchWork(self, [all_gather_flat(self.group, _real(output), _real(tensor))])
-
-    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> "TorchWork":
-        with self.errors():
-            if not self.gloo:
-                # NCCL has no gather of its own; its all-gather keeps the ring's timing and the result.
-                received = outputs or [torch.empty_like(tensor) for _ in self.ranks]
-                return TorchWork(self, [self.group.allgather([received], [tensor])])
-            options = dist.GatherOptions()
-            options.rootRank = self.ranks.index(root)
-            return TorchWork(self, [self.group.gather([outputs] if outputs else [], [tensor], options)])
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         output, tensor = _real(output), _real(tensor)
-        with self.errors():
-            if not self.gloo:
-                return TorchWork(self, [reduce_scatter_flat(self.group, output, tensor)])
+        start = partial(all_gather_flat, self.group, output, tensor)
+        return self._start(c10d.AllgatherOptions(), start, output, tensor)
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Work:
+        if not self.gloo:
+            # NCCL has no gather of its own; its all-gather keeps the ring's timing and the result.
+            received = outputs or [torch.empty_like(tensor) for _ in self.ranks]
+            options = c10d.AllgatherOptions()
+            return self._start(options, lambda o: self.group.allgather([received], [tensor], o), tensor, *received)
+        options = c10d.GatherOptions()
+        options.rootRank = self.ranks.index(root)
+        return self._start(options, lambda o: self.group.gather([outputs] if outputs else [], [tensor], o))
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        output, tensor = _real(output), _real(tensor)
+        if not self.gloo:
+            start = partial(reduce_scatter_flat, self.group, output, tensor)
+            return self._start(c10d.ReduceScatterOptions(), start, output, tensor)
         # Gloo's own sends a full all-reduce, an all-to-all sends each part once.
         parts = torch.empty_like(tensor).view(self.size, -1)
-        work = self.all_to_all(parts.view(-1), tensor)
-        work.finish = lambda: torch.sum(parts, dim=0, out=output.view(-1))
-        return work
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "TorchWork":
         with self.errors():
-            return TorchWork(self, [self.group.alltoall_base(_real(output), _real(tensor), [], [])])
+            exchanged = self.group.alltoall_base(parts.view(-1), tensor, [], [])
+        return TorchWork(self, [exchanged], lambda: torch.sum(parts, dim=0, out=output.view(-1)))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        output, tensor = _real(output), _real(tensor)
+        options = c10d.AllToAllOptions()
+        return self._start(options, lambda o: self.group.alltoall_base(output, tensor, [], [], o), output, tensor)
+
+    def _start(self, options: Any, start: Callable[[Any], Any], *held: torch.Tensor) -> "TorchWork | StreamWork":
+        """Starts a collective; on a GPU on the channel's own stream, behind what the current one has in it."""
+        with self.errors():
+            if self.stream is None:
+                return TorchWork(self, [start(options)])
+            options.asyncOp = False
+            current = torch.cuda.current_stream()
+            self.ready.record(current)
+            self.stream.wait_event(self.ready)
+            # A context manager takes several times as long, in a host that launches hundreds of kernels meanwhile.
+            torch.cuda.set_stream(self.stream)
+            try:
+                start(options)
+                return StreamWork(self, DeviceMoment(), held)
+            finally:
+                torch.cuda.set_stream(current)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._exchange(lambda group: group.send([tensor], self.ranks.index(to), tag))
@@ -204,10 +231,7 @@ class TorchWork:
     def wait(self) -> None:
         with self.channel.errors():
             for work in self.works:
-                if self.channel.gloo:
-                    _wait(work)
-                else:
-                    work.wait()
+                _wait(work)
         if self.finish is not None:
             self.finish()
             self.finish = None
@@ -215,8 +239,28 @@ class TorchWork:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def report_end(self, report: Callable[[float], None]) -> None:
+    def report_end(self, report: Callable[[Moment], None]) -> None:
         self.works[-1].get_future().add_done_callback(lambda _: report(time.perf_counter()))
+
+
+class StreamWork:
+    """A collective on a channel's stream, with the tensors that must not be freed before it has ended."""
+
+    __slots__ = ("end", "held")
+
+    def __init__(self, channel: TorchChannel, end: DeviceMoment, held: Sequence[torch.Tensor]) -> None:
+        self.end = end
+        self.held = held
+        channel.keep([self])
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.end.event)
+
+    def is_completed(self) -> bool:
+        return self.end.event.query()
+
+    def report_end(self, report: Callable[[Moment], None]) -> None:
+        report(self.end)
 
 
 def _wait(work: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.runtime.comm.connections import open_sockets
-from offbeat.runtime.comm.liveness import Liveness
+from offbeat.runtime.comm.liveness import DeathWatch, Liveness
 from offbeat.runtime.comm.protocol import CommunicationFailed
 from offbeat.runtime.comm.torch_channel import TorchChannel
 from offbeat.torch_private import backend_of, default_group, default_store, open_group
@@ -88,6 +88,8 @@ class TorchWorld:
     def watch(self, ranks: Iterable[int]) -> None:
         if self.liveness is None:
             self.liveness = Liveness(self)
+            if self.backend == "nccl":
+                DeathWatch(self.liveness).start()
         self.liveness.find(ranks)
 
     def lost_ranks(self) -> list[int]:

@@ -36,7 +36,7 @@ class Arrivals:
         planned = engine.plan.program.carriers
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived if name in planned else _refuse, name))
-            for name, parameter in engine.parameters.items()
+            for name, parameter in (() if engine.alone else engine.parameters.items())
         ]
 
     def expect_end(self) -> None:

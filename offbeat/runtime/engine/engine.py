@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from offbeat.plan import Plan, Task
+from offbeat.plan import Message, Plan, Task
 from offbeat.runtime.engine.arrivals import Arrivals
 from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
@@ -30,6 +30,7 @@ from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, unwatch, watch
 from offbeat.runtime.lifetime import script_failed
 from offbeat.runtime.sync import AsyncServer
+from offbeat.timeline.clock import Moment
 
 log = logging.getLogger("offbeat")
 
@@ -50,11 +51,14 @@ class Engine:
         self.outdated = False
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.steps = 0
-        self.ready_seconds: list[float] = [0.0] * len(self.synchronisers)
-        """When each message was last complete, after the start of backward."""
+        self.began: Moment = 0.0
+        self.ready: list[Moment] = [0.0] * len(self.synchronisers)
+        """When the last backward pass began and each message was complete, if somebody observed it."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
         program = training.plan.program
+        self.alone = len(training.plan.replicas) == 1 and all(map(_plain, training.plan.messages))
+        """Nothing is exchanged, and gradients are applied where autograd puts them."""
         self.components = [Component(each, training) for each in program.components]
         self.owners = Owners(training, aliases.held)
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
@@ -83,7 +87,7 @@ class Engine:
 
     def backward_begins(self) -> None:
         """Called at the first gradient of a pass."""
-        self.began = time.perf_counter()
+        self.began = self.reports.now()
         self.updates.settle_all()
         self.gradients.backward_begins()
         self.head = 0
@@ -101,7 +105,7 @@ class Engine:
     def _load(self, index: int) -> None:
         self.gradients.take(index)
         self.loaded[index] = True
-        self.ready_seconds[index] = time.perf_counter() - self.began
+        self.ready[index] = self.reports.now()
 
     def _issue(self) -> None:
         order, loaded = self.order, self.loaded
@@ -110,7 +114,7 @@ class Engine:
             synchroniser = self.synchronisers[task.message]
             with explain(self.plan, synchroniser, task):
                 synchroniser.start(task)
-            self.reports.collective(synchroniser, task, self.began + self.ready_seconds[task.message])
+            self.reports.collective(synchroniser, task, self.ready[task.message])
             self.head += 1
 
     def backward_ends(self) -> None:
@@ -139,6 +143,13 @@ class Engine:
 
     def step(self) -> None:
         """Applies the averaged gradients: now (barrier), or as each module needs them (deferred)."""
+        if self.alone:
+            self.steps += 1
+            self.reports.step = self.steps
+            with self.reports.local("optimizer"):
+                self.updates.whole_step()
+            self._run_hooks()
+            return
         if not self.gradients.phase.synchronised:
             # Without a synchronised backward pass before it, what `parameter.grad` shows is applied as it is.
             self.updates.settle_all()
@@ -171,6 +182,9 @@ class Engine:
             self.updates.settle_all()
         else:
             self.updates.settle_aliased()
+        self._run_hooks()
+
+    def _run_hooks(self) -> None:
         for hook in list(self.step_hooks):
             # One of them may have changed the plan, and with it the hooks.
             if hook in self.step_hooks:
@@ -195,8 +209,6 @@ class Engine:
                 self.gradients.discard()
             else:
                 self.gradients.publish()
-        elif phase is Phase.KEPT:
-            self.gradients.cleared.update(map(id, parameters))
         self.updates.zero(parameters, set_to_none)
 
     def settle_all(self) -> None:
@@ -218,7 +230,7 @@ class Engine:
             self.gradients.publish()
             if self.mode == "deferred":
                 self.need_barrier("the training loop reads gradients before step()")
-        elif self.gradients.phase is Phase.KEPT and id(parameter) not in self.gradients.cleared:
+        elif self.gradients.phase is Phase.KEPT and self.updates.hides(parameter):
             self.updates.settle_all()
             self.gradients.publish_kept()
 
@@ -228,7 +240,7 @@ class Engine:
             self.gradient_read(parameter)
         elif not self.updates.applying:
             self.value_used(parameter)
-            self.gradients.cleared.add(id(parameter))
+            self.updates.zero([parameter], set_to_none=True)
 
     def value_used(self, parameter: torch.nn.Parameter) -> None:
         """Somebody reads or writes a parameter: an outstanding update comes first."""
@@ -272,3 +284,8 @@ class Engine:
         for parameter in self.watched:
             unwatch(parameter)
         self.channels.leave()
+
+
+def _plain(message: Message) -> bool:
+    """Whether a message's only replica can apply it as it is."""
+    return message.replicated and not message.staleness and not message.asynchronous and message.encoder.name == "none"

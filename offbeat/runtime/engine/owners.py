@@ -4,7 +4,6 @@ Further reductions, the owners' updates, and the parameters' way back. Where the
 `step()`, the reductions run then and owners send the averages to everybody.
 """
 
-import time
 from collections.abc import Callable
 
 from offbeat.plan import Task
@@ -92,7 +91,7 @@ class Owners:
 
     def _do(self, task: Task, apply: Apply | None) -> None:
         synchroniser = self.training.synchronisers[task.message]
-        queued = time.perf_counter()
+        queued = self.training.reports.now()
         if task.kind == "update":
             assert apply is not None
             with self.training.reports.local("update", (task.message,)):

@@ -1,6 +1,5 @@
 """What the engine does → whoever observes it."""
 
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -8,20 +7,26 @@ from functools import partial
 from offbeat.plan import Task
 from offbeat.runtime.sync import Synchroniser
 from offbeat.timeline import Kind
+from offbeat.timeline.clock import Clock, Moment
 from offbeat.timeline.observer import Observer
 
 
 class Reports:
     """Tells a recorder everything, and a timekeeper of collectives only."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.observer: Observer | None = None
         self.timekeeper: Observer | None = None
         self.step = 0
 
-    def collective(self, synchroniser: Synchroniser, task: Task, queued: float) -> None:
+    def now(self) -> Moment:
+        """This moment, if anybody wants to know: a mark on a GPU's stream is not free."""
+        return self.clock.now() if self.observer is not None or self.timekeeper is not None else 0.0
+
+    def collective(self, synchroniser: Synchroniser, task: Task, queued: Moment) -> None:
         """A collective has just been issued; its end is reported once the backend says so."""
-        work, issued = synchroniser.works.get(task.index), time.perf_counter()
+        work, issued = synchroniser.works.get(task.index), self.now()
         for observer in (self.observer, self.timekeeper):
             if observer is not None and work is not None:
                 work.report_end(partial(observer.communication, self.step, task, queued, issued))
@@ -32,6 +37,6 @@ class Reports:
         if self.observer is None:
             yield
             return
-        begin = time.perf_counter()
+        begin = self.clock.now()
         yield
-        self.observer.local(kind, messages, begin, time.perf_counter())
+        self.observer.local(kind, messages, begin, self.clock.now())

@@ -11,6 +11,7 @@ from offbeat.runtime.comm import Channels
 from offbeat.runtime.engine.reports import Reports
 from offbeat.runtime.sync import Synchroniser, make_synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer, group_of
+from offbeat.timeline.clock import clock_of
 
 
 @dataclass(eq=False)
@@ -26,11 +27,12 @@ class Training:
     optimizer_class: type[Optimizer]
     """The user's, without what distribute() added."""
     channels: Channels
-    reports: Reports = field(default_factory=Reports)
+    reports: Reports = field(init=False)
     synchronisers: list[Synchroniser] = field(init=False)
     """One per message."""
 
     def __post_init__(self) -> None:
+        self.reports = Reports(clock_of(next(iter(self.parameters.values())).device))
         self.synchronisers = [make_synchroniser(message, self) for message in self.plan.messages]
 
     def optimizer_of(self, units: Iterable[Unit]) -> UnitOptimizer | None:

@@ -1,0 +1,132 @@
+"""Moments of a job, on the clock of whoever does its work: the host, or the GPU behind it.
+
+A host that trains on a GPU runs ahead of it. Its own clock says when work was put on a stream, not when that was done.
+So a `DeviceClock` marks the stream with a CUDA event, whose time is known once the GPU has come to it. Both clocks give
+seconds of `time.perf_counter`.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+ANCHORS = 5
+"""Comparisons of a GPU's clock with the host's; the quickest one counts."""
+BASE_MILLISECONDS = 500.0
+"""CUDA gives the time between two events in single precision, so the one to count from must not be far away."""
+
+
+HOST_LATE_SECONDS = 5e-5
+"""A GPU that comes to a mark sooner than this after the host has put it there was waiting for the host."""
+
+
+class DeviceMoment:
+    """A mark on a stream: when the GPU comes to it, and when the host put it there."""
+
+    __slots__ = ("event", "host")
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+        self.host = time.perf_counter()
+
+
+Moment = float | DeviceMoment
+"""Seconds of the host's clock, or a mark whose time is known later."""
+
+
+class Clock(Protocol):
+    """Tells moments, and later their times."""
+
+    def now(self) -> Moment:
+        """This moment of the current stream."""
+
+    def reached(self, moment: Moment) -> bool:
+        """Whether its time is known."""
+
+    def wait(self, moment: Moment) -> None:
+        """Blocks the host until it is."""
+
+    def seconds(self, moment: Moment) -> float:
+        """Its time, which must be known."""
+
+
+class HostClock:
+    """The clock of a job that computes on processors."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def reached(self, moment: Moment) -> bool:
+        return True
+
+    def wait(self, moment: Moment) -> None:
+        pass
+
+    def seconds(self, moment: Moment) -> float:
+        assert isinstance(moment, float)
+        return moment
+
+
+class DeviceClock:
+    """The clock of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            found = []
+            for _ in range(ANCHORS):
+                before = time.perf_counter()
+                mark = DeviceMoment()
+                mark.event.synchronize()
+                after = time.perf_counter()
+                found.append((after - before, (before + after) / 2, mark))
+        _, self.base_seconds, self.base = min(found, key=lambda anchor: anchor[0])
+
+    def now(self) -> DeviceMoment:
+        return DeviceMoment()
+
+    def reached(self, moment: Moment) -> bool:
+        return isinstance(moment, float) or moment.event.query()
+
+    def wait(self, moment: Moment) -> None:
+        if not isinstance(moment, float):
+            moment.event.synchronize()
+
+    def seconds(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        passed = self.base.event.elapsed_time(moment.event)
+        seconds = self.base_seconds + passed * 1e-3
+        if passed > BASE_MILLISECONDS:
+            self.base, self.base_seconds = moment, seconds
+        return seconds
+
+
+@cache
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which work on a device is timed."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+def in_seconds(value: Any, clock: Clock) -> Any:
+    """The value with every mark in its lists, tuples and dicts replaced by its time."""
+    if isinstance(value, DeviceMoment):
+        return clock.seconds(value)
+    if isinstance(value, list | tuple):
+        return [in_seconds(each, clock) for each in value]
+    if isinstance(value, dict):
+        return {key: in_seconds(each, clock) for key, each in value.items()}
+    return value
+
+
+def host_late_seconds(moments: Sequence[Moment], clock: Clock) -> float:
+    """Seconds, between consecutive moments of a stream, at whose end the GPU had nothing left to do."""
+    late = 0.0
+    for before, moment in pairwise(moments):
+        if isinstance(moment, DeviceMoment) and clock.seconds(moment) - moment.host < HOST_LATE_SECONDS:
+            late += clock.seconds(moment) - clock.seconds(before)
+    return late
