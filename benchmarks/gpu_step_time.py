@@ -67,10 +67,10 @@ FILLED = 2
 """Steps before the clock starts: a plan that defers updates then has a step's outstanding at both ends."""
 STEPS = (3, 8)
 TRIED_STEPS, TRIED_WARM = 3, 2
-SETTLING_SHARE = 0.4
+SETTLING_SHARE = 0.5
 """Of a case's time that "auto" may take to settle."""
-SETTLING_CHUNK = 8
-MOST_SETTLING_STEPS = 400
+SETTLING_CHUNK = 20
+LEAST_SETTLING_STEPS, MOST_SETTLING_STEPS = 30, 400
 PROBED_BATCH, GROWTH = 16, 8
 """The first batch tried, and by how much the next may be larger."""
 START_SECONDS = 60.0
@@ -142,7 +142,6 @@ def run_group(ranks: int, gbit: int, cases: list[dict[str, Any]], ends_at: float
     failed = 0
     with Emulation(ranks, f"{gbit}Gbit/s", gpu=torch.cuda.is_available()) as cluster:
         while cases and (ends_at is None or time.time() < ends_at):
-            before = done(cases)
             limit = START_SECONDS + sum(2 * case["case_seconds"] for case in cases)
             if ends_at is not None:
                 limit = min(limit, max(30.0, ends_at - time.time() + cases[0]["case_seconds"]))
@@ -150,7 +149,7 @@ def run_group(ranks: int, gbit: int, cases: list[dict[str, Any]], ends_at: float
             command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(task)]
             ends = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=limit, check=False)
             sys.stderr.write(ends[0].stderr)
-            found = done(cases) - before
+            found = ends[0].stdout.splitlines()
             cases = [case for case in cases if case["name"] not in found]
             if all(end.returncode == 0 for end in ends):
                 break
@@ -173,13 +172,6 @@ def read(output: str) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text())
     return {"benchmark": "gpu_step_time", "machine": machine(), "rows": []}
-
-
-def done(cases: list[dict[str, Any]]) -> set[str]:
-    """Names of these cases that the output has."""
-    rows = read(cases[0]["output"])["rows"]
-    same = [row for row in rows if row["clip"] == cases[0]["clip"] and row["precision"] == cases[0]["precision"]]
-    return {row["name"] for row in same} & {case["name"] for case in cases}
 
 
 def add_row(case: dict[str, Any], row: dict[str, Any]) -> None:
@@ -217,6 +209,7 @@ def work(task: dict[str, Any]) -> None:
                 row["device"] = torch.cuda.get_device_name()
             add_row(case, row)
             print(describe(row), file=sys.stderr, flush=True)
+            print(case["name"], flush=True)
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
@@ -271,6 +264,7 @@ class Clock:
 
 def timed(step: Step, count: int, filled: int = FILLED) -> float:
     """Seconds of a step, after some that fill the pipeline."""
+    import torch
     import torch.distributed as dist
 
     dist.barrier()
@@ -279,6 +273,9 @@ def timed(step: Step, count: int, filled: int = FILLED) -> float:
     with Clock() as clock:
         for _ in range(count):
             step()
+    if clock.events:
+        # What is still on the wire must not disturb what comes next.
+        torch.cuda.synchronize()
     return clock.seconds / count
 
 
@@ -438,14 +435,16 @@ class Case:
     def settle(self) -> dict[str, Any]:
         """Trains with "auto" until it has settled, or as long as it may."""
         handle, step, began = self.models["auto"].offbeat, self.steps["auto"], time.monotonic()
-        steps = 0
-        while steps < MOST_SETTLING_STEPS:
-            timed(step, SETTLING_CHUNK, filled=0)
-            steps += SETTLING_CHUNK
-            waited = agreed(time.monotonic() - began)
-            # The order of a plan is found in its first steps, also where no other plan is looked for.
-            if (handle.settled and steps >= 4 * SETTLING_CHUNK) or waited > SETTLING_SHARE * self.case["case_seconds"]:
-                break
+        steps, waited = 0, 0.0
+        # The order of a plan is found in its first steps, also where no other plan is looked for.
+        while steps < LEAST_SETTLING_STEPS or not handle.settled:
+            step()
+            steps += 1
+            # Seldom, since ranks that wait for each other disturb what "auto" measures.
+            if steps % SETTLING_CHUNK == 0:
+                waited = agreed(time.monotonic() - began)
+                if steps >= MOST_SETTLING_STEPS or waited > SETTLING_SHARE * self.case["case_seconds"]:
+                    break
         return {"settled": handle.settled, "settling_steps": steps, "settling_seconds": round(waited, 1)}
 
     def alternate(self) -> tuple[dict[str, list[float]], int]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import ModelGraph, Operator
 from offbeat.search.pace.schedule import Floats
 
@@ -32,7 +31,7 @@ class Jobs:
 
 def jobs_of(graph: ModelGraph, flops_per_second: float, bytes_per_second: float, *, parallel: bool = False) -> Jobs:
     """The jobs of the graph's gradients, with operator times that were measured or estimated from these speeds."""
-    seconds = {op.name: operator_seconds(op, flops_per_second, bytes_per_second) for op in graph.operators}
+    seconds = {op.name: op.estimate(flops_per_second, bytes_per_second) for op in graph.operators}
     ready = _ready(graph, seconds, parallel)
     tails = _tails(graph, seconds, parallel)
     order = graph.gradient_order

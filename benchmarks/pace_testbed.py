@@ -20,7 +20,6 @@ from offbeat import zoo
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
-from offbeat.graph.estimate import operator_seconds
 from offbeat.search.optimize import predict, search
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.strategy import Strategy, build_strategy
@@ -40,7 +39,7 @@ SOURCES = {
 
 def roofline_seconds(graph: ModelGraph, cluster: ClusterSpec) -> dict[str, float]:
     node = cluster.device_of(0)
-    return {op.name: operator_seconds(op, node.peak_flops, node.memory_bandwidth) for op in graph.operators}
+    return {op.name: op.estimate(node.peak_flops, node.memory_bandwidth) for op in graph.operators}
 
 
 def scaled(graph: ModelGraph, cluster: ClusterSpec, factor: float) -> ModelGraph:

@@ -403,12 +403,11 @@ def planned(strategy: Any, kept: list[Any] | None = None) -> Maker:
 def timed_graph(model: ZooModel, cluster: Any, compute_seconds: float) -> Any:
     """The captured step with estimated times that add up to the measured ones: Horovod's cycles depend on them."""
     import offbeat
-    from offbeat.graph.estimate import operator_seconds
 
     built, _, inputs = build(model)
     graph, device = offbeat.capture(built, inputs), cluster.device_of(0)
     estimated = {
-        operator.name: operator_seconds(operator, device.peak_flops, device.memory_bandwidth)
+        operator.name: operator.estimate(device.peak_flops, device.memory_bandwidth)
         for operator in graph.operators
         if operator.phase in ("forward", "backward")
     }

@@ -32,27 +32,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "capture": "offbeat.graph",
-    "ModelGraph": "offbeat.graph",
-    "ClusterSpec": "offbeat.cluster",
-    "Strategy": "offbeat.strategy",
-    "build_strategy": "offbeat.strategy",
-    "builders": "offbeat.strategy",
-    "register_builder": "offbeat.strategy",
-    "transfer": "offbeat.strategy",
-    "Plan": "offbeat.plan",
-    "lower": "offbeat.plan",
-    "Timeline": "offbeat.timeline",
-    "Recorder": "offbeat.profile.recorder",
-    "optimize": "offbeat.search.optimize",
-    "tune": "offbeat.search.auto.session",
-    "find_frontier": "offbeat.search.frontier.find",
-    "distribute": "offbeat.api",
-    "ddp_kwargs": "offbeat.integrations.ddp",
-    "Monitor": "offbeat.monitor",
-    "OffbeatError": "offbeat.errors",
+_NAMES = {
+    "offbeat.graph": ("ModelGraph", "capture"),
+    "offbeat.cluster": ("ClusterSpec",),
+    "offbeat.strategy": ("Strategy", "build_strategy", "builders", "register_builder", "transfer"),
+    "offbeat.plan": ("Plan", "lower"),
+    "offbeat.timeline": ("Timeline",),
+    "offbeat.profile.recorder": ("Recorder",),
+    "offbeat.search.optimize": ("optimize",),
+    "offbeat.search.auto.session": ("tune",),
+    "offbeat.search.frontier.find": ("find_frontier",),
+    "offbeat.api": ("distribute",),
+    "offbeat.integrations.ddp": ("ddp_kwargs",),
+    "offbeat.monitor": ("Monitor",),
+    "offbeat.errors": ("OffbeatError",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _PACKAGES = ("zoo", "simulate", "emulate")
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
-from offbeat.errors import OffbeatError, StrategyError
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
 from offbeat.launch import this_place
@@ -20,7 +20,7 @@ from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import fit_link
-from offbeat.strategy import Recipe, Strategy, build_strategy, builders, check_fits, load_strategy
+from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
@@ -29,6 +29,8 @@ STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
+MOST_GPU_MESSAGES = 24
+"""At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
 """What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
@@ -162,10 +164,7 @@ def resolve_strategy(
     if isinstance(strategy, str) and strategy in builders():
         return build_strategy(strategy, graph, cluster)
     if not isinstance(strategy, Strategy):
-        if not Path(strategy).exists():
-            raise StrategyError(f"{str(strategy)!r} is neither a builder ({', '.join(builders())}) nor a strategy file")
-        loaded = load_strategy(strategy)
-        strategy = loaded.build(graph, cluster) if isinstance(loaded, Recipe) else loaded
+        strategy = strategy_for(strategy, graph, cluster, "strategy")
     # A job knows its ranks, not the bandwidths the strategy was made for; what must fit is checked rank by rank.
     return strategy.model_copy(update={"cluster": ""})
 
@@ -180,7 +179,8 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
-    bucket = min(max(8 * seconds / seconds_per_byte, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
+    least = MIN_BUCKET_BYTES if world.device.type == "cpu" else graph.parameter_bytes / MOST_GPU_MESSAGES
+    bucket = min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
     return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
 
 

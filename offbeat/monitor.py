@@ -1,4 +1,4 @@
-"""A training job → a line every so many steps: step time, exposed communication, predicted against measured, strategy.
+"""A training job → a line every few steps: step time, exposed communication, predicted against measured, strategy.
 
     monitor = offbeat.Monitor(model, every=20, tensorboard="runs/")
 

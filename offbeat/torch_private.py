@@ -175,8 +175,8 @@ class ModelHooks(_Module):
     def _before_conversion(self) -> None:
         """The model is about to be moved or converted, as `to()` and `half()` do. Not called without `_apply`."""
 
-    def _before_wrapping(self) -> None:
-        """DistributedDataParallel asks for this attribute first of all. Not called if it does not any more."""
+    def _before_wrapping(self, wrapper: str) -> None:
+        """Another wrapper begins its work. Not called if the attributes below have other names."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._before_conversion()
@@ -184,8 +184,16 @@ class ModelHooks(_Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        self._before_wrapping()
+        self._before_wrapping("DistributedDataParallel")
         return []
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _: bool) -> None:
+        self._before_wrapping("FSDP")
 
 
 # Optimizers

@@ -9,7 +9,7 @@ functions round for people; the `exact_` functions write what the `parse_` funct
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Context, Decimal
 from numbers import Real
 from typing import Literal
@@ -62,7 +62,7 @@ def parse_flops(value: str | float, what: str = "peak") -> float:
 
 def format_bytes(count: float) -> str:
     """'16 GiB', '1.5 MiB', '312 B'."""
-    return _prefixed(count, _BINARY, "B")
+    return _prefixed(count, _BINARY | {"": 1}, "B")
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
@@ -77,10 +77,7 @@ def format_flops(flops_per_second: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """'50 us', '1.5 ms', '2 s'."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{_short(seconds / size)} {unit}"
-    return f"{_short(seconds / 1e-9)} ns"
+    return _prefixed(seconds, {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}, "s")
 
 
 def exact_bytes(count: int) -> str | int:
@@ -147,9 +144,10 @@ def _exact(value: float, units: Iterable[str], sizes: dict[str, Decimal]) -> str
     return None
 
 
-def _prefixed(number: float, prefixes: dict[str, int], unit: str) -> str:
-    prefix = next((prefix for prefix, size in prefixes.items() if abs(number) >= size), "")
-    return f"{_short(number / prefixes.get(prefix, 1))} {prefix}{unit}"
+def _prefixed(number: float, prefixes: Mapping[str, float], unit: str) -> str:
+    """The number with the first prefix that it reaches, else with the last."""
+    prefix = next((prefix for prefix, size in prefixes.items() if abs(number) >= size), [*prefixes][-1])
+    return f"{_short(number / prefixes[prefix])} {prefix}{unit}"
 
 
 def _short(number: float) -> str:

@@ -31,17 +31,18 @@ MOMENTUM = 0.9
 TIMEOUT = timedelta(seconds=60)
 
 
-class Job:
+class Replica:
     """One replica, trained in one of several ways, with the times and losses of its steps."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.seconds: list[list[float]] = []
         """Of the timed steps, round by round."""
         self.losses: list[float] = []
 
     def train(self, batches: list[Any], untimed: int, timed: int) -> None:
-        """Trains so many steps; the network is idle before and after, so that the jobs do not disturb each other."""
+        """Trains some steps; the network is idle before and after, so that the jobs do not disturb each other."""
         dist.barrier()
         seconds = []
         for _ in range(untimed + timed):
@@ -68,10 +69,11 @@ def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: 
         return zoo.build(model, scale, batch, **options)
 
     batches = [build(1 + dist.get_rank() * BATCHES + index)[1] for index in range(BATCHES)]
-    jobs = {"offbeat": _with_offbeat(build(0)[0])}
+    jobs = {"offbeat": Replica(build(0)[0])}
+    offbeat.distribute(jobs["offbeat"].model, jobs["offbeat"].optimizer, strategy="auto", timeout=TIMEOUT)
     settled = _settle(jobs["offbeat"], batches)
     bucket, jobs["best_ddp"] = _best_ddp(lambda: build(0)[0], batches)
-    jobs |= {"ddp": _with_ddp(build(0)[0], None), "compute": _alone(build(0)[0])}
+    jobs |= {"ddp": _with_ddp(build(0)[0], None), "compute": Replica(build(0)[0])}
     for name in ("ddp", "compute"):
         jobs[name].train(batches, untimed=WARM_UP_STEPS, timed=0)
     network = []
@@ -87,14 +89,14 @@ def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: 
     return {**result, **described, "network_seconds": network, "best_bucket_mb": bucket, "settling_steps": settled}
 
 
-def _settle(job: Job, batches: list[Any]) -> int:
+def _settle(job: Replica, batches: list[Any]) -> int:
     """Trains until Offbeat has found its plan; the steps that took."""
     while not job.model.offbeat.settled and len(job.losses) < MOST_SETTLING_STEPS:
         job.train(batches, untimed=10, timed=0)
     return len(job.losses)
 
 
-def _best_ddp(build: Callable[[], torch.nn.Module], batches: list[Any]) -> tuple[int, Job]:
+def _best_ddp(build: Callable[[], torch.nn.Module], batches: list[Any]) -> tuple[int, Replica]:
     """DDP with the bucket size that is fastest in a short race, the same on every rank."""
     found = []
     for size in BUCKETS_MB:
@@ -117,18 +119,6 @@ def _all_reduce_seconds(model: torch.nn.Module) -> float:
     return time.perf_counter() - begin
 
 
-def _alone(model: torch.nn.Module) -> Job:
-    return Job(model, _optimizer(model))
-
-
-def _with_ddp(model: torch.nn.Module, bucket_mb: int | None) -> Job:
+def _with_ddp(model: torch.nn.Module, bucket_mb: int | None) -> Replica:
     """None is DDP's default: a first bucket of 1 MiB, then 25 MiB. An explicit 25 makes the first one as large."""
-    return Job(DistributedDataParallel(model, bucket_cap_mb=bucket_mb), _optimizer(model))
-
-
-def _with_offbeat(model: torch.nn.Module) -> Job:
-    return Job(*offbeat.distribute(model, _optimizer(model), strategy="auto", timeout=TIMEOUT))
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    return Replica(DistributedDataParallel(model, bucket_cap_mb=bucket_mb))

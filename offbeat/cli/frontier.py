@@ -30,7 +30,7 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
     margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
-    devices: Annotated[int | None, Option(min=1, help="Use only the first so many devices.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Use only this many devices, the first ones.")] = None,
     scale: Scale = None,
     plot: Annotated[Path | None, Option(help="Draw the frontier as SVG here.")] = None,
     output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,

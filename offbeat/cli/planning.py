@@ -6,7 +6,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -98,8 +97,7 @@ def summarise(plan: "Plan") -> dict[str, Any]:
 def _received_bytes(task: "Task") -> int:
     """Bytes that all participants of a collective receive together, by a ring or from rank to rank."""
     size = len(task.ranks)
-    copies = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1)}
-    return task.wire_bytes * copies.get(task.kind, size - 1)
+    return round(task.link_bytes * size) if task.root is None else task.wire_bytes * (size - 1)
 
 
 def _call(text: str) -> tuple[Any, Any]:
@@ -119,18 +117,13 @@ def _call(text: str) -> tuple[Any, Any]:
 
 def read_strategy(text: str, options: Mapping[str, Any] | None = None) -> "Strategy | Recipe":
     """What a file holds, or the recipe of a builder's name, which alone takes options; anything else is refused."""
-    from offbeat.strategy import Recipe, load_strategy
-    from offbeat.strategy import builders as names
+    from offbeat.strategy import builders, find_strategy
 
-    if text in names():
-        return Recipe(builder=text, options=dict(options or {}))
-    if options:
+    if options and text not in builders():
         raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
     if text == "auto":
         raise OffbeatError("--strategy: 'auto' measures the network of a running job; name a builder instead")
-    if not Path(text).exists():
-        raise OffbeatError(f"--strategy: {text!r} is neither a builder ({', '.join(names())}) nor a strategy file")
-    return load_strategy(text)
+    return find_strategy(text, "--strategy", **(options or {}))
 
 
 def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:

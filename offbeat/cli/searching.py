@@ -47,10 +47,10 @@ def optimize(
             best = search(graph, spec, costs=costs, memory_limit=memory_limit, time_limit=time_limit)
         else:
             recipe, best = recommend(graph, spec, costs, memory_limit)
-            what = ", ".join(f"{option}={value}" for option, value in recipe.options.items())
+            options = [f"{option}={value}" for option, value in recipe.options.items()]
             notes.append(
-                f"the traces do not name the model's parameters, so only a builder is recommended: {recipe.builder} "
-                f"with {what}; --model gives them names"
+                "the traces do not name the model's parameters, so only a builder is recommended: "
+                f"{' '.join((recipe.builder, *options))}; --model gives them names"
             )
         explanation = explain(best, graph, spec, costs)
         code = "" if best.fsdp is None else torch_code(best)
@@ -130,6 +130,11 @@ def _job(
 
         profile, named = (load_profile(source), True) if recorded else load_ddp_profile(Path(source), workers, graph)
     spec, costs = load_cluster(cluster) if cluster else profile.cluster, profile.costs
+    notes = list(profile.timeline.notes)
     if workers is not None and cluster is None:
-        spec, costs = resized(spec, costs, workers)
-    return profile.graph, spec, costs, named, list(profile.timeline.notes)
+        before, (spec, costs) = spec.world_size, resized(spec, costs, workers)
+        if workers != before:
+            notes.append(
+                f"the job had {before} ranks; what collectives of {workers} take follows from a ring's formulas"
+            )
+    return profile.graph, spec, costs, named, notes

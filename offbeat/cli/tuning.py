@@ -38,7 +38,7 @@ def tune(
     node_rank: Annotated[int, Option(min=0, envvar="NODE_RANK", help="Which of them this one is.")] = 0,
     master_addr: Annotated[str, Option(envvar="MASTER_ADDR", help="Address of node 0.")] = "127.0.0.1",
     master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
-    hosts: Annotated[int | None, Option(min=1, help="Emulate so many hosts instead.")] = None,
+    hosts: Annotated[int | None, Option(min=1, help="Emulate this many hosts instead.")] = None,
     bandwidth: Annotated[str, Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
     cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
     guide: Annotated[str, Option(help="combined, replay, autosync, predefined or random.")] = "combined",
@@ -98,7 +98,7 @@ def trials(
     store: Store = STORE,
     export: Annotated[Path | None, Option(metavar="FOLDER", help="Write all trials as JSON lines.")] = None,
     import_from: Annotated[Path | None, Option("--import", metavar="FOLDER", help="Read such a folder.")] = None,
-    best: Annotated[int | None, Option(min=1, help="Show only so many, fastest first.")] = None,
+    best: Annotated[int | None, Option(min=1, help="Show only this many, fastest first.")] = None,
     as_json: Json = False,
 ) -> None:
     """List, export or import the trials that searches have stored."""

@@ -20,6 +20,8 @@ from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Label, Li
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
+Factors = tuple[float, float]
+"""Of bandwidth and of latency."""
 
 
 class ClusterSpec(BaseModel):
@@ -113,9 +115,6 @@ class ClusterSpec(BaseModel):
         self._check_node(node_index)
         return range(self._first_ranks[node_index], self._first_ranks[node_index + 1])
 
-    def same_node(self, a: int, b: int) -> bool:
-        return self.node_of(a) == self.node_of(b)
-
     def one_node(self, ranks: Iterable[int]) -> bool:
         """Whether all these ranks share a node."""
         nodes = map(self.node_of, ranks)
@@ -201,13 +200,11 @@ class ClusterSpec(BaseModel):
         links = tuple(link for link in self.links if {link.a, link.b} <= names)
         return self.replace(nodes=nodes, links=links, tables=tables)
 
-    def replace(self, **changes: Any) -> "ClusterSpec":
+    def replace(self, **changes: Any) -> Self:
         """The same cluster with other fields, checked."""
         return self.model_copy(update=changes)
 
-    def with_links(
-        self, bandwidth: float = 1.0, latency: float = 1.0, intra: tuple[float, float] | None = None
-    ) -> "ClusterSpec":
+    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0, intra: Factors | None = None) -> Self:
         """The cluster with the bandwidth and the latency of every link multiplied, within nodes by `intra` if given.
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.

@@ -3,8 +3,8 @@ plan → seconds of its updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
-linear fit. With several in flight the overhead is what each of a row of small ones adds; next to large ones it passes
-while their bytes are on the wire (`in_a_row`).
+linear fit. With several in flight, the overhead is what each of several back-to-back small collectives adds; beside
+large ones it is hidden behind their bytes (`in_a_row`).
 """
 
 from collections import defaultdict, deque
@@ -43,7 +43,7 @@ class CollectiveFit:
         return self.overhead_seconds + self.seconds_per_byte * wire_bytes
 
     def on_links(self, bandwidth: float, latency: float) -> "CollectiveFit":
-        """On links with so many times the bandwidth and the latency."""
+        """On links with `bandwidth` and `latency` times the measured ones."""
         if not (bandwidth > 0 and latency >= 0):
             raise OffbeatError(f"bandwidth {bandwidth} and latency {latency} must be positive factors")
         return self.scaled(latency, 1 / bandwidth)
@@ -91,8 +91,8 @@ class Costs:
         return (self.within if local else self.collectives).get((task.kind, len(task.ranks)))
 
     def collective(self, task: Task, links: Collectives, in_flight: int = 2) -> tuple[float, float, float]:
-        """(seconds for which a task among equals takes the link, seconds until its result is there after that, and of
-        the first those that pass without a byte of its own where others are in flight)."""
+        """(seconds for which a task takes the link, seconds from then until its result is there, and the part of the
+        first in which no byte of its own is on the wire)."""
         if len(task.ranks) < 2 or task.kind == "update":
             return 0.0, 0.0, 0.0
         fit = self.fit(task, links.cluster)
@@ -135,7 +135,7 @@ class Costs:
         return factor, self.call_seconds
 
     def update(self, bytes_updated: float, estimate: float) -> float:
-        """Seconds of one optimizer call on so many bytes of variables."""
+        """Seconds of one optimizer call on `bytes_updated` bytes of variables."""
         if self.update_seconds_per_byte is None:
             return self.update_call_seconds + estimate
         return self.update_call_seconds + self.update_seconds_per_byte * bytes_updated
@@ -205,8 +205,8 @@ def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) 
 
 
 def network_seconds(plan: Plan, costs: Costs) -> float:
-    """Seconds for which the busiest rank's link is taken in one step at the least: nothing else holds it up, and what
-    precedes a message's bytes passes behind others' where several may be under way."""
+    """The least seconds per step for which the busiest rank's link is taken: it waits for nothing else, and overheads
+    are hidden behind the bytes of other messages where several may be under way."""
     busy: dict[tuple[int, bool], float] = defaultdict(float)
     """By rank and direction."""
     everyone = 0.0
@@ -233,7 +233,7 @@ def variable_updates(plan: Plan) -> dict[str, float]:
     node = plan.cluster.device_of(plan.replicas[0] if plan.rank is None else plan.rank)
     updates: dict[str, float] = {}
     for operator in plan.graph.phase("optimizer"):
-        moved = (operator.bytes_read + operator.bytes_written) / node.memory_bandwidth
+        moved = operator.bytes_moved / node.memory_bandwidth
         for name in operator.variables:
             updates[name] = operator.seconds if operator.seconds is not None else moved
     for message in plan.messages:

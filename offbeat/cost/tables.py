@@ -154,7 +154,7 @@ def fit_linear(bytes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 
 def latency_steps(kind: str, participants: int) -> int:
-    """Messages one after another that a ring, or a chain, of so many ranks takes."""
+    """Messages one after another that a ring, or a chain, of `participants` ranks takes."""
     return ROUNDS.get(kind, 0) * (participants - 1)
 
 
@@ -168,7 +168,7 @@ def _straight_seconds_per_byte(ranks: tuple[int, ...], root: int, rank: int, clu
     """Of a root's interface or its node's bus, which carry all bytes; of another's path, which carries its own."""
     if rank != root:
         return 1.0 / cluster.bandwidth(rank, root)
-    far = sum(not cluster.same_node(each, root) for each in ranks)
+    far = sum(not cluster.one_node((each, root)) for each in ranks)
     node = cluster.node_of(root)
     return max(far / cluster.node_bandwidth(node), (len(ranks) - 1 - far) / cluster.nodes[node].intra_bandwidth)
 

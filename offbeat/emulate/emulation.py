@@ -342,6 +342,8 @@ class Emulation:
             "NCCL_HOSTID": name if self._ranks_per_host == 1 else f"{name}-{local_rank}",
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
+            # MPS gives a process two queues for all its streams, and one that waits holds up others in its queue.
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
         }
 
     def _ask_gpu(self, wanted: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ control daemon belongs to the keeper of the emulation (`offbeat.emulate.keeper`)
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -90,6 +91,7 @@ class Mps:
                     stdout=said,
                     stderr=said,
                     start_new_session=True,
+                    preexec_fn=_heed_signals,
                     timeout=_START_SECONDS,
                     check=False,
                 )
@@ -128,6 +130,12 @@ class Mps:
 
     def _variables(self) -> dict[str, str]:
         return {**os.environ, **self.environment}
+
+
+def _heed_signals() -> None:
+    """The keeper ignores these signals, by which the daemon may end its servers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _program(name: str) -> str | None:

@@ -14,7 +14,7 @@ from offbeat.graph.model import ModelGraph, Operator, Phase
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive operators of one phase."""
+    """Consecutive operators of one phase, which no communication event interrupts."""
 
     name: str
     phase: Phase
@@ -28,6 +28,15 @@ class Segment:
     """Variables that forward uses first in this segment: it must wait for their newest values."""
     completes: tuple[str, ...] = ()
     """Variables whose gradient is complete when this segment ends."""
+    microbatch: int = 0
+    """Which of a step's micro-batches it computes. Sizes and work are those of one."""
+    recomputed: bool = False
+
+    def estimate(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """Seconds: measured, or the roofline's."""
+        if self.seconds is not None:
+            return self.seconds
+        return max(self.flops / flops_per_second, self.bytes_moved / bytes_per_second)
 
 
 def segments(graph: ModelGraph) -> tuple[Segment, ...]:
@@ -62,7 +71,7 @@ def _segment(phase: Phase, index: int, run: Sequence[Operator], marks: Mapping[s
         phase=phase,
         operators=tuple(operator.name for operator in run),
         flops=sum(operator.flops for operator in run),
-        bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in run),
+        bytes_moved=sum(operator.bytes_moved for operator in run),
         activation_bytes=sum(operator.activation_bytes for operator in run),
         seconds=sum(known) if len(known) == len(measured) else None,
         reads=marked if phase == "forward" else (),

@@ -81,6 +81,16 @@ class Operator:
     seconds: float | None = None
     """Measured time, where the graph was profiled."""
 
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+    def estimate(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """Its measured seconds; else the roofline, the slower of computing and moving memory, or 0 for a view."""
+        if self.seconds is not None or self.kind == "view":
+            return self.seconds or 0.0
+        return max(self.flops / flops_per_second, self.bytes_moved / bytes_per_second)
+
 
 @dataclass(frozen=True, slots=True)
 class Variable(_Sized):

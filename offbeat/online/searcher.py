@@ -22,6 +22,8 @@ import orjson
 from offbeat.runtime.lifetime import close_at_exit
 
 NICENESS = 10
+ISSUE_SECONDS = 1e-4
+"""What a host takes to issue a collective of NCCL's and to apply what it brings, as recorded on one H200."""
 MOST_SECONDS = 300.0
 """After which a search that has not answered is ended."""
 
@@ -99,7 +101,9 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
     graph = ModelGraph.from_json(request["graph"])
     profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
-    found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy, request["barrier"])
+    issue_seconds = profile.host_late * ISSUE_SECONDS
+    job = (profile.graph, profile.cluster, profile.costs, profile.strategy)
+    found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds)
     return {
         "graph": profile.graph.to_json().decode(),
         "costs": profile.costs.to_dict(),

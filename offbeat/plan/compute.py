@@ -1,11 +1,11 @@
 """Replication, operator fusion, recomputation and accumulation: the graph level of a strategy → compute segments."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 
 from offbeat.errors import StrategyError
-from offbeat.graph.coarsen import segments
-from offbeat.plan.model import Draft, Segment
+from offbeat.graph.coarsen import Segment, segments
+from offbeat.plan.model import Draft
 
 
 def replicate(draft: Draft) -> None:
@@ -20,11 +20,7 @@ def replicate(draft: Draft) -> None:
     shares = strategy.weights or (1.0,) * len(draft.replicas)
     total = sum(shares)
     draft.weights = tuple(share / total for share in shares)
-    draft.segments = [
-        Segment(*(getattr(segment, field.name) for field in fields(segment)))
-        for segment in segments(draft.graph)
-        if segment.phase != "optimizer"
-    ]
+    draft.segments = [segment for segment in segments(draft.graph) if segment.phase != "optimizer"]
 
 
 def fuse(draft: Draft) -> None:
@@ -88,7 +84,7 @@ def recompute(draft: Draft) -> None:
             phase="backward",
             operators=tuple(operator.name for operator in inside),
             flops=sum(operator.flops for operator in inside),
-            bytes_moved=sum(operator.bytes_read + operator.bytes_written for operator in inside),
+            bytes_moved=sum(operator.bytes_moved for operator in inside),
             activation_bytes=sum(operator.activation_bytes for operator in inside),
             seconds=_total([operator.seconds for operator in inside]),
             recomputed=True,

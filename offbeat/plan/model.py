@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import PlanError
 from offbeat.graph import ModelGraph
-from offbeat.graph.coarsen import Segment as GraphSegment
+from offbeat.graph.coarsen import Segment
 from offbeat.graph.model import ITEM_BYTES
 from offbeat.strategy import Encoder, Shard, Strategy
 from offbeat.strategy.model import Synchronizer
@@ -28,20 +28,6 @@ TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_g
 
 REPLICATED: tuple[Synchronizer, ...] = ("all_reduce", "sparse_all_gather", "factor_broadcast")
 """Synchronisers after which every replica applies the update itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment(GraphSegment):
-    """A run of operators that no communication event interrupts. Sizes and work are those of one micro-batch."""
-
-    microbatch: int = 0
-    recomputed: bool = False
-
-    def estimate(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """Seconds: measured, or the roofline's."""
-        if self.seconds is not None:
-            return self.seconds
-        return max(self.flops / flops_per_second, self.bytes_moved / bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)

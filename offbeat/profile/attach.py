@@ -72,7 +72,7 @@ class ScriptRecorder(Recorder):
             self._optimizer_stepped(optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        super()._optimizer_ends()
+        super()._optimizer_ends(optimizer)
         self._optimizer_stepped(optimizer)
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:

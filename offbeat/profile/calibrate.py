@@ -298,19 +298,26 @@ def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def cluster_of(
-    measured: Measured, world: int, per_node: int, devices: Sequence[dict[str, Any]] | None = None
+    measured: Measured,
+    nodes: Sequence[int],
+    within: Measured,
+    between: Measured,
+    devices: Sequence[dict[str, Any]] | None = None,
 ) -> ClusterSpec:
-    """The cluster with the bandwidth that all-reduces reached, and a table for each partitioning.
+    """The cluster of nodes of so many ranks, with the bandwidth that all-reduces reached, and a table for each
+    partitioning. `within` and `between` are what `measure_nodes` found.
 
     `devices` are the figures of every rank's device; a node has those of its slowest. Without them they are CPUs.
     """
-    nodes = world // per_node
+    world, largest = sum(nodes), max(nodes)
     fields: dict[str, float | None] = {}
-    if nodes > 1:
+    if len(nodes) > 1:
         fields["address"] = None
-        fields["bandwidth"], fields["latency"] = link_of(measured["all_reduce", world], world)
-    if per_node > 1:
-        fields["intra_bandwidth"], fields["intra_latency"] = link_of(measured["all_reduce", per_node], per_node)
+        among = len(nodes) if between else world
+        fields["bandwidth"], fields["latency"] = link_of((between or measured)["all_reduce", among], among)
+    if largest > 1:
+        samples = (within or measured)["all_reduce", largest]
+        fields["intra_bandwidth"], fields["intra_latency"] = link_of(samples, largest)
     tables = tuple(
         CollectiveTable(
             collective=kind,  # type: ignore[arg-type] # one of KINDS
@@ -322,14 +329,14 @@ def cluster_of(
         # A cluster file has no tables of gathers.
         if kind != "gather"
     )
-    local = ClusterSpec.local(per_node).nodes[0]
-    slowest_devices: list[dict[str, Any]] = [{}] * nodes
+    local = ClusterSpec.local(1).nodes[0]
+    slowest_devices: list[dict[str, Any]] = [{}] * len(nodes)
     if devices is not None:
-        each = [devices[first : first + per_node] for first in range(0, world, per_node)]
-        slowest_devices = [min(figures, key=lambda one: one["peak_flops"]) for figures in each]
+        each = iter(devices)
+        slowest_devices = [min(islice(each, ranks), key=lambda one: one["peak_flops"]) for ranks in nodes]
     made = tuple(
-        local.model_copy(update={**fields, **figures, "name": f"node{number}"})
-        for number, figures in enumerate(slowest_devices)
+        local.model_copy(update={**fields, **figures, "devices": ranks, "name": f"node{number}"})
+        for number, (ranks, figures) in enumerate(zip(nodes, slowest_devices, strict=True))
     )
     return ClusterSpec(name="calibrated", nodes=made, tables=tables)
 
@@ -353,14 +360,16 @@ def main(path: str) -> None:
     world = dist.get_world_size()
     if world < 2:
         raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
-    local = this_place().local_world
-    per_node = local if 0 < local <= world and world % local == 0 else world
+    nodes = ClusterSpec.of_ranks(torch_world().all_gather_object(this_place().node))
+    if nodes is None:
+        raise OffbeatError("ranks: those of a node do not follow each other, as they must in a cluster file")
     devices: list[Any] | None = None
     if dist.get_backend() == "nccl":
         devices = [None] * world
         dist.barrier()
         dist.all_gather_object(devices, device_figures(torch_world().device))
-    cluster = cluster_of(measure_partitionings(world), world, per_node, devices)
+    sizes = [node.devices for node in nodes.nodes]
+    cluster = cluster_of(measure_partitionings(world), sizes, *measure_nodes(), devices)
     if dist.get_rank() == 0:
         cluster.save(path)
     dist.barrier()

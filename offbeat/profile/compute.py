@@ -7,6 +7,7 @@ Communication slows computing down (`Costs.interference`): a span that takes `ba
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median, mode
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
-from offbeat.graph.model import Operator, Phase, Variable, update_operators
+from offbeat.graph.model import Constant, Operator, Phase, TensorSpec, Variable, update_operators
 from offbeat.profile.lines import RankTrace, Step
 from offbeat.simulate.predict import busy_until
 from offbeat.timeline.observer import covered
@@ -55,21 +56,76 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     owners = [name.rpartition(".")[0] for name in names]
     operators = [_operator("forward", i, module, forward[i] * parts) for i, module in enumerate(modules)]
     operators += [_operator("backward", i, owners[i], backward[i] * parts, name) for i, name in enumerate(names)]
+    memory = first.memory
+    sparse = dict(memory.sparse) if memory else {}
     # Where two backward passes follow one forward, the later one completes the gradient.
     completed = {name: f"backward.{position}" for position, name in enumerate(names)}
     variables = [
-        Variable(name, *shapes[name], f"forward.{used_at[name]}" if calls else None, completed[name])
+        Variable(
+            name,
+            *shapes[name],
+            f"forward.{used_at[name]}" if calls else None,
+            completed[name],
+            sparse=name in sparse,
+            sparse_rows=min(sparse.get(name, 0), *shapes[name][0][:1]) if name in sparse else 0,
+        )
         for name in sorted(completed, key=used_at.__getitem__)
     ]
+    optimizer, slots = (memory.optimizer, memory.slots) if memory else ("SGD", 1)
+    held = [(given * parts, kept * parts) for given, kept in memory.calls] if memory else []
+    sized = _with_memory(operators, [used_at[name] for name in names], shapes, held)
+    constants = [Constant(name, *shapes[name], "frozen") for name in shapes if name not in first.gradients]
+    constants += [Constant("buffers", (memory.buffers,), "uint8", "buffer")] if memory and memory.buffers else []
     graph = ModelGraph(
         name=first.path.parent.name or "job",
-        operators=(*operators, *update_operators(variables, "SGD", 1)),
+        operators=(*sized, *update_operators(variables, optimizer, slots)),
         variables=tuple(variables),
+        constants=tuple(constants),
+        inputs=(TensorSpec((memory.inputs * parts,), "uint8"),) if memory else (),
         source="hooks",
-        optimizer_slots=1,
+        optimizer=optimizer,
+        optimizer_slots=slots,
         passes=max(1, passes // parts),
     )
     return graph, factor
+
+
+def _with_memory(
+    operators: list[Operator],
+    used: list[int],
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    held: list[tuple[int, int]],
+) -> list[Operator]:
+    """The operators with what they hold: a call's activations until its last gradient is complete, what it was given
+    until it has run, and the gradient of that until the next gradient is complete.
+
+    `used` is the call that each gradient belongs to, `held` the bytes given to each call and kept for it.
+    """
+    count = len(operators) - len(used)
+    if len(held) != count or not used:
+        return operators
+    inputs: list[list[str]] = [[f"forward.{i - 1}"] if i else [] for i in range(count)]
+    inputs += [[f"backward.{i - 1}"] if i else [] for i in range(len(used))]
+    sizes = [*(given for given, _ in held[1:]), 0]
+    for call in range(count):
+        own = [place for place, user in enumerate(used) if user == call]
+        # A call without gradients of its own is done when backward has come to one before it.
+        earlier = [place for place, user in enumerate(used) if user < call]
+        last = own[-1] if own else min(earlier, default=len(used) - 1)
+        inputs[count + last].append(f"forward.{call}")
+    for place, operator in enumerate(operators[count:]):
+        own_bytes = sum(TensorSpec(*shapes[name]).bytes for name in operator.variables)
+        sizes.append(held[used[place]][0] + own_bytes if used[place] else own_bytes)
+    activations = [kept for _, kept in held] + [0] * len(used)
+    return [
+        replace(
+            operator,
+            inputs=tuple(inputs[place]),
+            outputs=(TensorSpec((sizes[place],), "uint8"),) if sizes[place] else (),
+            activation_bytes=activations[place],
+        )
+        for place, operator in enumerate(operators)
+    ]
 
 
 def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:

@@ -21,9 +21,10 @@ from offbeat.cost.measured import CollectiveFit
 from offbeat.cost.tables import fit_linear
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
+from offbeat.graph.capture import optimizer_state
 from offbeat.profile.compute import with_variables_of
 from offbeat.profile.kineto import load_folder
-from offbeat.profile.lines import MOST_RANKS, Collective, Pass, RankTrace, Step
+from offbeat.profile.lines import MOST_RANKS, Collective, Memory, Pass, RankTrace, Step
 from offbeat.profile.measure import Profile, make_profile
 from offbeat.profile.tracefile import Collective as Seen
 from offbeat.profile.tracefile import Gradient, Trace, product
@@ -90,14 +91,18 @@ def load_ddp_profile(folder: Path, workers: int | None = None, model: ModelGraph
         if len(alike) < len(trace.steps):
             notes.append(f"{trace.path}: {len(trace.steps) - len(alike)} of {len(trace.steps)} steps are left out")
         ranks.append(_rank_trace(trace, alike, world, names, (trace.origin_ns - zero) * 1e-9))
+    named = model is not None and layout.single
+    optimizer, slots = optimizer_state(traces[0].optimizer or None)
+    if model is not None and named:
+        memory = _memory(model, ranks[0].modules, optimizer, slots)
+        ranks = [replace(rank, memory=memory) for rank in ranks]
     notes += _assumed(traces[0], layout, model)
     backend = traces[0].backend or ("nccl" if traces[0].on_device else "gloo")
     fits = {("all_reduce", world): _fit(ranks, backend, notes)}
     profile = make_profile(ranks, replace(known_costs(backend, world), collectives=fits), notes=notes)
-    named = model is not None and layout.single
-    if named and model is not None:
+    if model is not None and named:
         profile = replace(profile, graph=with_variables_of(profile.graph, model))
-    return profile, named
+    return replace(profile, graph=profile.graph.with_optimizer(optimizer, slots)), named
 
 
 def _assumed(trace: Trace, layout: _Layout, model: ModelGraph | None) -> list[str]:
@@ -109,10 +114,26 @@ def _assumed(trace: Trace, layout: _Layout, model: ModelGraph | None) -> list[st
         notes.append("shapes were not recorded, so all gradients of a bucket count as equally large")
     notes.append("forward is taken to use variables in the reverse order of their gradients, for like shares of time")
     if model is None:
-        notes.append(
-            "a profiler's trace tells neither activations nor the optimizer's state, so no memory limit can count them"
-        )
+        notes.append("a profiler's trace does not tell activations, so no memory limit counts them")
+    elif layout.single:
+        notes.append("activations are those of the example batch that --model gives")
     return notes
+
+
+def _memory(model: ModelGraph, modules: Sequence[str], optimizer: str, slots: int) -> Memory:
+    """What the captured model keeps for backward, by the module with parameters that was last reached."""
+    kept, reached = dict.fromkeys(modules, 0), modules[0]
+    for operator in model.phase("forward"):
+        reached = operator.module if operator.module in kept else reached
+        kept[reached] += operator.activation_bytes
+    return Memory(
+        calls=tuple((0, size) for size in kept.values()),
+        inputs=sum(tensor.bytes for tensor in model.inputs),
+        optimizer=optimizer,
+        slots=slots,
+        sparse=tuple((variable.name, variable.sparse_rows) for variable in model.variables if variable.sparse),
+        buffers=sum(constant.bytes for constant in model.constants if constant.kind == "buffer"),
+    )
 
 
 def _steps(trace: Trace, model: ModelGraph | None) -> list[_Step]:
@@ -256,6 +277,7 @@ def _rank_trace(trace: Trace, steps: Sequence[_Step], world: int, names: Sequenc
         machine=trace.host,
         node=trace.host,
         backend=trace.backend,
+        device="" if trace.on_device else "cpu",
         modules=tuple(modules),
         parameters=tuple((name, *tensor) for name, tensor in zip(names, tensors, strict=True)),
         gradients=tuple(names),

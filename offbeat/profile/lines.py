@@ -100,6 +100,8 @@ class Header:
     local_world: Annotated[int, Field(strict=True, ge=-1, lt=MOST_RANKS)] = -1
     """This rank's number on its node and how many ranks that has, where the launcher says."""
     backend: str = ""
+    device: str = ""
+    """'cpu' or the name of the GPU; '' in traces that do not tell."""
     modules: tuple[str, ...]
     parameters: tuple[tuple[str, tuple[Size, ...], str], ...]
     """Name, shape and type."""
@@ -119,6 +121,21 @@ class Header:
                 raise ValueError(f"{quote(name)}: {quote(shape)} is not a tensor's shape")
 
 
+@checked_dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What one step held, beside parameters and gradients (`offbeat.profile.footprint`); in bytes."""
+
+    calls: tuple[tuple[Size, Size], ...]
+    """Given to the module, and kept for its backward, of each call of `Pass.forward`."""
+    inputs: Size
+    optimizer: str
+    slots: Annotated[int, Field(strict=True, ge=0, lt=64)]
+    """Tensors of a variable's size that the optimizer keeps for it."""
+    sparse: tuple[tuple[str, Size], ...]
+    """Variables with a sparse gradient, and its rows."""
+    buffers: Size
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTrace(Header):
     """Everything one rank recorded."""
@@ -127,6 +144,8 @@ class RankTrace(Header):
     steps: tuple[Step, ...]
     ticks: tuple[tuple[Tick, ...], ...] = ()
     """Messages exchanged with rank 0 to compare clocks, before and after the steps."""
+    memory: Memory | None = None
+    """None in traces that do not tell."""
     notes: tuple[str, ...] = ()
 
 
@@ -156,6 +175,7 @@ class _StepLine(BaseModel):
 
 
 _HEADER = TypeAdapter(Header)
+_MEMORY = TypeAdapter(Memory)
 _CLOCK = TypeAdapter(tuple[Tick, ...])
 _COLLECTIVES = TypeAdapter(list[Collective])
 
@@ -179,6 +199,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
         ticks: list[tuple[Tick, ...]] = []
         plans: list[RecordedPlan] = []
         told: dict[str, Any] = {}
+        memory: Memory | None = None
         for line in lines:
             match line:
                 case None:
@@ -190,6 +211,8 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
                     told |= changed
                     plan = _plan(_PlanLine.model_validate(told), path)
                     plans.append(next((known for known in plans if known == plan), plan))
+                case {"memory": seen}:
+                    memory = _MEMORY.validate_python(seen)
                 case {"late": late}:
                     rows += _COLLECTIVES.validate_python(late)
                 case _:
@@ -202,6 +225,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
             steps=_steps(steps, [row for row in rows if row.ranks > 1], header),
             # Drift shows only between the two ends of a recording.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
+            memory=memory,
             notes=notes,
         )
     except OffbeatError:

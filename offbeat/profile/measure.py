@@ -68,6 +68,8 @@ class Profile:
     """Times that a step synchronises its gradients; plans do so once."""
     recorded: RecordedPlan | None = None
     """The plan in force while an Offbeat job was recorded."""
+    host_late: float = 0.0
+    """Share of a step in which the GPU waits for the host to launch its next work."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -176,6 +178,7 @@ def make_profile(
         job=traces[0].job,
         synchronisations=synchronisations,
         recorded=recorded,
+        host_late=late,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
     served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)
@@ -292,7 +295,9 @@ def _bucket_strategy(traces: list[RankTrace], graph: ModelGraph) -> Strategy:
     """The recorded DDP buckets as a strategy."""
     groups = {name: row.task for row in traces[0].steps[-1].communication for name in row.name.split(",")}
     configs = {
-        variable.name: VariableConfig(shards=(Shard(group=groups[variable.name]),))
+        variable.name: VariableConfig(
+            shards=(Shard(synchronizer="sparse_all_gather") if variable.sparse else Shard(group=groups[variable.name]),)
+        )
         for variable in graph.variables
         if variable.name in groups
     }
@@ -308,7 +313,7 @@ def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> Cluster
         levels = {"intra_": (costs.collectives, world)}
     else:
         levels[""] = costs.collectives, nodes if ("all_reduce", nodes) in costs.collectives else world
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {"device": traces[0].device} if traces[0].device else {}
     for prefix, (fits, participants) in levels.items():
         fit = fits.get(("all_reduce", participants))
         if participants > 1 and fit is not None and fit.seconds_per_byte:

@@ -33,6 +33,7 @@ from offbeat.errors import OffbeatError
 from offbeat.launch import machine_name, this_place
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
+from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
 from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
@@ -42,6 +43,7 @@ from offbeat.runtime.faults import explain
 from offbeat.runtime.memory import MicroBatches
 from offbeat.timeline import Kind
 from offbeat.timeline.clock import Clock, HostClock, Moment, clock_of, host_late_seconds, in_seconds
+from offbeat.torch_private import uncompiled
 
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
@@ -52,6 +54,8 @@ class Recorder:
 
     ticks = 32
     """Messages with which a rank compares its clock with rank 0's, before and after the steps."""
+    footprints = True
+    """Whether to look at what a step keeps in memory."""
 
     @checked
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
@@ -73,6 +77,7 @@ class Recorder:
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.collectives: list[tuple[Any, ...]] = []
         self.optimizer_began: Moment = 0.0
+        self.footprint: Footprint | None = None
         self._begin_step()
 
     def __enter__(self) -> "Recorder":
@@ -153,6 +158,8 @@ class Recorder:
                 if not sharded:
                     self._listen_to_gradient(name, parameter)
         self._listen_to_calls(module)
+        if self.footprints and not sharded and uncompiled(module) is module:
+            self.footprint = Footprint(inner)
         self.runtime = runtime_of(module)
         ticks = self._tick()
         self._listen_to_communication(module)
@@ -173,7 +180,7 @@ class Recorder:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
-            self._forward_begins()
+            self._forward_begins(split, args)
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -186,7 +193,9 @@ class Recorder:
         self.modules.append(name)
         unknown = sharded
 
-        def reached(*_: Any) -> None:
+        def reached(_: Any, given: Any) -> None:
+            if self.footprint is not None:
+                self.footprint.reached(given)
             self.line["forward"].append([number, self.clock.now(), 0.0])
 
         def begins(*_: Any) -> None:
@@ -238,6 +247,7 @@ class Recorder:
             "rank": self.rank,
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "backend": dist.get_backend() if dist.is_initialized() else "",
+            "device": _device_name(next(model.parameters()).device),
             "job": self.kind,
             "machine": machine_name(),
             **this_place()._asdict(),
@@ -288,10 +298,14 @@ class Recorder:
         self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": self.clock.now()}
         """What the present step's line will say; see `offbeat.profile.lines`."""
 
-    def _forward_begins(self, *_: Any) -> None:
+    def _forward_begins(self, *call: Any) -> None:
+        if self.footprint is not None:
+            self.footprint.forward_begins(*call[1:])
         self.line["calls"].append([self.clock.now(), 0.0])
 
     def _forward_ends(self, *_: Any) -> None:
+        if self.footprint is not None:
+            self.footprint.forward_ends()
         # The forward in which the recorder found the model has no beginning.
         if self.line["calls"]:
             self.line["calls"][-1][1] = self.clock.now()
@@ -302,12 +316,24 @@ class Recorder:
     def _optimizer_begins(self, *_: Any) -> None:
         self.optimizer_began = self.clock.now()
 
-    def _optimizer_ends(self, *_: Any) -> None:
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.line["updated"] = True
         self.local("optimizer", (), self.optimizer_began, self.clock.now())
+        self._note_memory(optimizer)
 
     def _engine_stepped(self) -> None:
         self.line["updated"] = True
+        if self.runtime is not None:
+            self._note_memory(self.runtime.optimizer)
+
+    def _note_memory(self, optimizer: torch.optim.Optimizer) -> None:
+        found = self.footprint.updated(optimizer) if self.footprint is not None else None
+        if found is not None and self.runtime is not None:
+            found["sparse"] = [
+                (each.name, each.sparse_rows) for each in self.runtime.plan.graph.variables if each.sparse
+            ]
+        if found is not None:
+            self._write({"memory": found})
 
     def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
@@ -350,6 +376,10 @@ def runtime_of(module: torch.nn.Module) -> Runtime | None:
     return attached if isinstance(attached, Runtime) else None
 
 
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether a forward of this module is part of a training step."""
     return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
@@ -360,6 +390,7 @@ class MemoryRecorder(Recorder):
 
     ticks = 6
     """Few, because a training step waits for them."""
+    footprints = False
 
     def __init__(self) -> None:
         super().__init__("", calibrate=False)

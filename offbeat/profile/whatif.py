@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 from offbeat.cluster import ClusterSpec
@@ -27,17 +26,7 @@ from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.replay_trace import replay_trace
 from offbeat.runtime.comm import goes_straight
 from offbeat.simulate.predict import simulate
-from offbeat.strategy import (
-    Encoder,
-    Recipe,
-    Shard,
-    Strategy,
-    VariableConfig,
-    build_strategy,
-    builders,
-    load_strategy,
-    transfer,
-)
+from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, strategy_for, transfer
 from offbeat.timeline import Timeline
 from offbeat.units import quote
 
@@ -142,7 +131,7 @@ def changed(profile: Profile, changes: Sequence[Change]) -> tuple[Plan, Costs]:
         if "strategy" not in wanted and cluster is not profile.cluster:
             strategy = transfer(strategy, graph, cluster)
     if "strategy" in wanted:
-        strategy = _other_strategy(wanted["strategy"].name, graph, cluster)
+        strategy = strategy_for(wanted["strategy"].name, graph, cluster, "what-if strategy")
     if "wire" in wanted:
         strategy = with_wire(strategy, graph, wanted["wire"].name)
     if "compute" in wanted:
@@ -273,14 +262,3 @@ def _replayed(timeline: Timeline, changes: Sequence[Change], why: str) -> Timeli
     factors = {change.kind: change.factor for change in changes if change.kind != "straggler"}
     stragglers = {change.number: change.factor for change in changes if change.kind == "straggler"}
     return replay_trace(timeline, stragglers=stragglers, **factors)
-
-
-def _other_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
-    if name in builders():
-        return build_strategy(name, graph, cluster)
-    if not Path(name).exists():
-        raise OffbeatError(
-            f"what-if strategy: {quote(name)} is neither a builder ({', '.join(builders())}) nor a strategy file"
-        )
-    loaded = load_strategy(name)
-    return loaded.build(graph, cluster) if isinstance(loaded, Recipe) else loaded

@@ -12,12 +12,12 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
 from offbeat.profile.whatif import changed, plan_known, what_if
-from offbeat.report.steps import Steps, name_ranks
+from offbeat.report.steps import TimelineSteps
 from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
 from offbeat.simulate import step_seconds
 from offbeat.timeline import Timeline
-from offbeat.timeline.diagnosis import Diagnosis
+from offbeat.timeline.diagnosis import Diagnosis, name_ranks
 from offbeat.timeline.model import KINDS
 
 MOST_REPLAYED_SPANS = 150_000
@@ -27,6 +27,10 @@ _COMMUNICATION = KINDS.index("communication")
 _LINKS = (
     ("Links with twice the bandwidth", "bandwidth=2x"),
     ("Links with half the latency", "latency=0.5x"),
+)
+_LEVELS = (
+    ("Links between nodes with twice the bandwidth", "inter_bandwidth=2x"),
+    ("Links within nodes with twice the bandwidth", "intra_bandwidth=2x"),
 )
 _DEVICES = ("Devices that compute twice as fast", "compute=2x")
 
@@ -74,7 +78,9 @@ def _of_plan(profile: Profile) -> WhatIfs:
     base = _step(profile)
     tried: list[tuple[str, str, Predict]] = []
     if profile.cluster.world_size > 1:
-        tried += [(label, change, partial(_step, profile, change)) for label, change in _LINKS]
+        both = 1 < len(profile.cluster.nodes) < profile.cluster.world_size
+        links = (*_LINKS, *_LEVELS) if both else _LINKS
+        tried += [(label, change, partial(_step, profile, change)) for label, change in links]
         about = "wire=fp16; gradients are rounded"
         tried.append(("Gradients sent as fp16", about, partial(_step, profile, "wire=fp16")))
     tried.append((*_DEVICES, partial(_step, profile, _DEVICES[1])))
@@ -90,7 +96,7 @@ def _of_plan(profile: Profile) -> WhatIfs:
 
 
 def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
-    steps = Steps(timeline)
+    steps = TimelineSteps(timeline)
     part = steps.last(MOST_REPLAYED_SPANS)
     if part is None:
         note = f"what-ifs are left out: the last step alone has more than {MOST_REPLAYED_SPANS} spans to replay"

@@ -7,7 +7,7 @@ from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
 from offbeat.profile.whatif import plan_known, what_if
 from offbeat.report.advice import WhatIfs, what_would_help
-from offbeat.report.steps import PARTS, Steps, parts_of, with_marks
+from offbeat.report.steps import PARTS, TimelineSteps, parts_of, with_marks
 from offbeat.search.explain import Explanation, explain
 from offbeat.search.frontier.model import Frontier
 from offbeat.strategy import Strategy
@@ -169,7 +169,7 @@ def make_report(
 
 
 def _step_parts(timeline: Timeline) -> tuple[dict[str, float], ...]:
-    steps = Steps(timeline)
+    steps = TimelineSteps(timeline)
     if len(steps) > MOST_STEPS_IN_PARTS:
         return ()
     parts = [steps.part(step, step) for step in range(len(steps))]

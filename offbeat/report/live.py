@@ -28,7 +28,7 @@ from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.source import load_recording
 from offbeat.profile.whatif import WIRES, Change, changed, plan_known, resized, what_if, with_workers
 from offbeat.report.scene import pack_timeline
-from offbeat.report.steps import PARTS, Steps, name_ranks, parts_of, rank_parts, with_marks
+from offbeat.report.steps import PARTS, TimelineSteps, parts_of, rank_parts, with_marks
 from offbeat.search.optimize import search
 from offbeat.simulate import step_seconds
 from offbeat.simulate.predict import BARRIER_STEPS, DEFERRED_STEPS, simulate
@@ -36,7 +36,7 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
 from offbeat.strategy.model import SERVERS
 from offbeat.timeline import KINDS, Timeline
-from offbeat.timeline.diagnosis import RankTime, diagnose, short_name
+from offbeat.timeline.diagnosis import RankTime, diagnose, name_ranks, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
@@ -44,7 +44,7 @@ MOST_WORKERS = 4096
 MOST_SERVER_PARTS = 20_000
 """Limit on shards held by servers times workers, which do not fold: about three seconds of replay."""
 MOST_REPLAYED_SPANS = 60_000
-"""A trace without a plan is replayed in its last steps, with at most so many spans."""
+"""Most spans of a trace without a plan that are replayed: those of its last steps."""
 SEARCH_SECONDS = 4.0
 CAPTURED_STRATEGY = "ddp"
 """The baseline of a model that was not recorded."""
@@ -309,7 +309,7 @@ def _last_steps(timeline: Timeline) -> Timeline:
     """The last steps of a long trace, as many as are replayed at once."""
     if len(timeline) <= MOST_REPLAYED_SPANS:
         return timeline
-    steps = Steps(timeline)
+    steps = TimelineSteps(timeline)
     part = steps.last(MOST_REPLAYED_SPANS) or steps.part(len(steps) - 1, len(steps) - 1)
     if part is None:
         return timeline

@@ -20,7 +20,7 @@ import orjson
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.report.steps import Steps, step_windows
+from offbeat.report.steps import TimelineSteps, step_windows
 from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 from offbeat.timeline.critical import critical_positions
 
@@ -132,7 +132,7 @@ def critical_by_step(timeline: Timeline) -> list[tuple[int, Ints]]:
     """(step, positions of its critical path) for each step; one entry where replay has found the path already."""
     if timeline.critical is not None:
         return [(0, timeline.critical)]
-    steps = Steps(timeline)
+    steps = TimelineSteps(timeline)
     if not len(steps):
         return [(0, critical_positions(timeline))] if len(timeline) else []
     parts = ((step, steps.part(step, step)) for step in range(len(steps)))

@@ -1,8 +1,7 @@
 """Timeline → its steps: the spans under way in some of them, and the parts that a step consists of."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ PARTS = {
 """What each moment of a step is, and its label; the parts add up to the step."""
 
 
-class Steps:
+class TimelineSteps:
     """The steps of a timeline with marks."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -81,14 +80,3 @@ def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
 def rank_parts(rank: RankTime) -> dict[str, float]:
     """Seconds of each part of a step on one rank."""
     return {key: getattr(rank, f"{key}_seconds") for key in PARTS}
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
-    ordered = sorted(ranks)
-    # Consecutive ranks are equally far from their places.
-    groups = groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
-    runs = [[rank for _, rank in run] for _, run in groups]
-    shown = ", ".join("–".join(map(str, sorted({run[0], run[-1]}))) for run in runs[:3])
-    left = sum(map(len, runs[3:]))
-    return f"rank{'' if len(ordered) == 1 else 's'} {shown}" + (f" and {left} more" if left else "")

@@ -1,8 +1,9 @@
-"""Buffers of rank 0 → buffers of every rank, before each training forward.
+"""Buffers of rank 0 → buffers of every rank, before the forwards that DDP sends them before.
 
-As DDP's broadcast_buffers: running statistics are rank 0's everywhere. The broadcast leaves when backward ends and is
-received before the next forward, so that nobody waits for it. Where buffers have changed in between, which happens at
-the same points of the training loop on every rank, they are sent once more.
+As DDP's broadcast_buffers: running statistics are rank 0's everywhere at each forward, in training or evaluation,
+unless the forward before it ran under no_grad() or no_sync(). The broadcast leaves when backward ends and is taken over
+before the next forward, so that nobody waits for it. Where buffers have changed in between, which happens at the same
+points of the training loop on every rank, they are sent once more.
 """
 
 from collections import defaultdict
@@ -10,7 +11,7 @@ from collections import defaultdict
 import torch
 
 from offbeat.runtime.comm import Channel, Work
-from offbeat.torch_private import version_of
+from offbeat.torch_private import registries, version_of
 
 
 class BufferKeeper:
@@ -19,48 +20,70 @@ class BufferKeeper:
     def __init__(self, model: torch.nn.Module, channel: Channel, root: int) -> None:
         self.channel = channel
         self.root = root
-        self.here = channel.ranks[channel.index] == root
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for buffer in model.buffers():
-            if buffer.numel():
-                by_dtype[buffer.dtype].append(buffer)
-        self.buffers = [(held[0].new_empty(sum(b.numel() for b in held)), held) for held in by_dtype.values()]
-        """Those of one element type, behind the flat tensor that travels."""
-        self.works: list[Work] = []
+        """The rank whose values count."""
+        held = [registries(module)[1] for module in model.modules()]
+        self.registries = held if channel.size > 1 and any(held) else []
+        """The dictionaries of all modules' buffers, as a module may replace its own."""
+        self.under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
+        """Broadcasts, the flat tensor that travels, and the buffers that it is for."""
         self.due = True
         """Whether the next forward shares them."""
-        self.versions = self._versions()
-        """Of each buffer when it was last sent or received, as torch counts changes."""
+        self.shared = self._present()
+        """The buffers that were last sent, each with its version then."""
 
-    def _versions(self) -> list[int]:
-        return [version_of(buffer) for _, held in self.buffers for buffer in held]
+    def _present(self) -> list[tuple[torch.Tensor, int]]:
+        """Each buffer, with how often it has been changed in place."""
+        found = {id(b): b for held in self.registries for b in held.values() if b is not None and b.numel()}
+        return [(buffer, version_of(buffer)) for buffer in found.values()]
+
+    def _changed(self) -> bool:
+        present = self._present()
+        return len(present) != len(self.shared) or any(
+            buffer is not before or version != earlier
+            for (buffer, version), (before, earlier) in zip(present, self.shared, strict=True)
+        )
 
     @torch.no_grad()
     def send(self) -> None:
-        """Starts the broadcast of rank 0's present values."""
-        if self.channel.size == 1 or not self.buffers:
+        """Starts the broadcast of rank 0's present values, if the next forward shares them."""
+        if not self.due:
             return
-        self.receive()
-        for flat, held in self.buffers:
-            if self.here:
-                torch.cat([buffer.reshape(-1) for buffer in held], out=flat)
-            self.works.append(self.channel.broadcast(flat, self.root))
-        self.versions = self._versions()
-
-    def share(self) -> None:
-        """Sends rank 0's present values, unless those that are under way or have arrived are the same."""
-        if self._versions() != self.versions:
-            self.send()
+        self.drop()
+        self.shared = self._present()
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for buffer, _ in self.shared:
+            by_dtype[buffer.dtype].append(buffer)
+        for held in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in held])
+            self.under_way.append((self.channel.broadcast(flat, self.root), flat, held))
 
     @torch.no_grad()
-    def receive(self) -> None:
-        """Waits for a broadcast under way and takes its values over."""
-        if not self.works:
-            return
-        for work in self.works:
+    def share(self) -> None:
+        """Before a forward that shares them: every rank has rank 0's present values."""
+        if self.due and self._changed():
+            self.send()
+        for work, flat, held in self.under_way:
             work.wait()
-        self.works.clear()
-        for flat, held in self.buffers if not self.here else ():
             for buffer, values in zip(held, flat.split([b.numel() for b in held]), strict=True):
-                buffer.copy_(values.view_as(buffer))
-        self.versions = self._versions()
+                if self.channel.ranks[self.channel.index] != self.root:
+                    # Not a change that torch counts: an earlier forward may have saved the buffer for its backward.
+                    buffer.data.copy_(values.view_as(buffer))
+        self.under_way.clear()
+
+    def drop(self) -> None:
+        """Waits for what is under way and forgets it; it is sent again if the next forward needs it."""
+        if self.under_way:
+            self.shared = []
+        for work, _, _ in self.under_way:
+            work.wait()
+        self.under_way.clear()
+
+    def follow(self, root: int) -> None:
+        """From now on this rank's values count."""
+        if root != self.root:
+            self.drop()
+            self.root, self.shared = root, []
+
+    def adopt(self, other: "BufferKeeper") -> None:
+        """Goes on for another keeper of the same model."""
+        self.root, self.due, self.shared = other.root, other.due, other.shared

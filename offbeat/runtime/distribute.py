@@ -76,8 +76,10 @@ class Runtime:
         """Steps taken, by all plans together."""
         self.step_hooks: list[Callable[[], None]] = [self._count_step]
         """Called at the end of every step, whatever the plan."""
-        self.before_forward: list[Callable[[], None]] = [self.share_buffers, self._fit_model]
+        self.before_forward: list[Callable[[], None]] = [self._fit_model]
         """Called before every forward of the model, whatever the plan."""
+        self.before_step: list[Callable[[], None]] = []
+        """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
         self.opened: dict[Key, Channel] = {}
@@ -142,7 +144,7 @@ class Runtime:
         self.gate = ForwardGate(self.model, self.engine)
         self.buffers = BufferKeeper(self.model, channels.control, root=plan.replicas[0])
         self.engine.backward_hooks.append(self.buffers.send)
-        self.gate.before_forward = self.before_forward
+        self.gate.before_forward, self.gate.share_buffers = self.before_forward, self.share_buffers
         self.retimer: Retimer | None = None
         self.structure = Structure(self.model, self.optimizer)
         self.step_hooks.append(self._after_first_step)
@@ -158,13 +160,15 @@ class Runtime:
             if getattr(plan.strategy, aspect) != getattr(before, aspect):
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
-        old, gate = self.engine, self.gate
+        old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
         state = self._detach()
         self.parameters = variables_of(self.model, plan)
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
+        self.buffers.adopt(buffers)
+        self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         scatter_state(self.engine, state)
         self._after_first_step()
@@ -176,7 +180,8 @@ class Runtime:
         """Takes the engine off model and optimizer; returns the optimizer's state as a single device has it."""
         self.engine.drain()
         self.engine.gradients.publish_all()
-        self.share_buffers()
+        with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
+            self.buffers.drop()
         state = gather_state(self.engine)
         for hook in (self._after_first_step, self.retimer and self.retimer.after_step):
             if hook in self.step_hooks:
@@ -200,9 +205,14 @@ class Runtime:
         """Lets go of the network before the interpreter ends; nothing is applied any more."""
         self.engine.close(deadline)
 
+    def fit_if_outdated(self) -> None:
+        """Between two passes: plans anew if something is known to have changed, as a step may come before a forward."""
+        if self.engine.outdated:
+            self._fit_model()
+
     def _fit_model(self) -> None:
         """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
-        if not self.structure.changed(self.engine) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         graph = skeleton(self.model)
         if not graph.variables:
@@ -211,19 +221,19 @@ class Runtime:
         kept = {aspect: getattr(before, aspect) for aspect in ("recompute", "fusion", "accumulation", "weights")}
         strategy = transfer(before, graph, self.plan.cluster).model_copy(update=kept | {"graph": "", "cluster": ""})
         log.info("offbeat plans anew: the training loop has changed the model or its optimizer")
-        known = set(map(id, self.structure.tensors))
-        share_state([t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in known], self.world)
+        known = set(map(id, self.structure.parameters))
+        new = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
+        share_state(new, self.world)
+        self.buffers.due |= bool(new)
         self.switch(lower(graph, self.plan.cluster, strategy, rank=self.plan.rank))
         for hook in self.refit_hooks:
             hook(graph)
 
     def share_buffers(self) -> None:
-        """Before a forward: every rank has rank 0's buffers. As with DDP, not after a forward inside no_sync()."""
+        """Before a forward: every rank has rank 0's buffers."""
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
-            if self.model.training and self.buffers.due:
-                self.buffers.share()
-            self.buffers.receive()
-        self.buffers.due = self.engine.arrivals.synchronise
+            self.buffers.share()
+        self.buffers.due = torch.is_grad_enabled() and self.engine.arrivals.synchronise
 
     def _after_first_step(self) -> None:
         """The first step runs with a barrier while the uses of variables are watched."""

@@ -62,8 +62,12 @@ class ForwardGate:
         self.watching: FirstUses | None = None
         self.watched: FirstUses | None = None
         """What the first training step has shown, once it has."""
+        self.successor: ForwardGate | None = None
+        """The gate of the plan after this one."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
+        self.share_buffers: Callable[[], None] = lambda: None
+        """Called after these, except where `model.module` is called: DDP does not share them there."""
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_uncompiled(self._enter_model), prepend=True),
             model.register_forward_hook(_uncompiled(self._leave_model), always_call=True),
@@ -100,14 +104,18 @@ class ForwardGate:
                 self.waiting.append(self.handles[-1])
         components[component] = None
 
-    def _enter_model(self, *_: Any) -> None:
+    def _enter_model(self, model: torch.nn.Module, *_: Any) -> None:
         # Checkpointed modules run forward again inside a backward pass.
         if backward_pass() == -1:
             self.engine.arrivals.recover()
         for action in self.before_forward:
             action()
-        if self.watched is None and self.model.training and torch.is_grad_enabled():
-            self._start_watching()
+        if model is self.model:
+            self.share_buffers()
+        # The plan may have been made anew: what is left of this forward is the next gate's.
+        gate = self.successor or self
+        if gate.watched is None and self.model.training and torch.is_grad_enabled():
+            gate._start_watching()
 
     def _start_watching(self) -> None:
         watching = self.watching = FirstUses(self.names)
@@ -135,7 +143,7 @@ class ForwardGate:
 
     def adopt(self, other: "ForwardGate") -> None:
         """Takes over what another gate of the same model has watched, and the passes that it has begun."""
-        other.engine = self.engine
+        other.engine, other.successor = self.engine, self
         if other.watched is not None:
             self._know(other.watched)
 

@@ -12,7 +12,9 @@ one, so that updates of that parameter are not put off.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
@@ -21,6 +23,8 @@ from offbeat.torch_private import disable_torch_function, pytree, storage_users,
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
 
+
+Given = ParamSpec("Given")
 
 _gradient = torch.Tensor.grad
 _requires_grad = torch.Tensor.requires_grad
@@ -98,6 +102,17 @@ _METADATA = frozenset(
     + [torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous, torch.Tensor.element_size]
 )
 """What may be done with a parameter without its value."""
+
+
+def outside_inference_mode(bring: Callable[Given, None]) -> Callable[Given, None]:
+    """Runs what brings parameters up to date outside of inference mode, whose tensors could not be changed later."""
+
+    @wraps(bring)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+            bring(*args, **kwargs)
+
+    return run
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -33,12 +33,13 @@ class DistributedModel(ModelHooks):
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Gradients of backward passes inside stay local and accumulate, as with DDP."""
-        arrivals = self._offbeat.engine.arrivals
-        before, arrivals.synchronise = arrivals.synchronise, False
+        # A forward inside may replace the engine.
+        runtime = self._offbeat
+        before, runtime.engine.arrivals.synchronise = runtime.engine.arrivals.synchronise, False
         try:
             yield
         finally:
-            arrivals.synchronise = before
+            runtime.engine.arrivals.synchronise = before
 
     def join(self) -> AbstractContextManager[None]:
         """Around a training loop that some ranks leave earlier than others, because they have less data."""
@@ -49,6 +50,7 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.drain()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._offbeat.fit_if_outdated()
         self._offbeat.engine.zero_grad(set_to_none, self.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
@@ -64,10 +66,10 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.settle_all()
         self._offbeat.engine.outdated = True
 
-    def _before_wrapping(self) -> None:
+    def _before_wrapping(self, wrapper: str) -> None:
         raise StrategyError(
-            "this model is distributed by Offbeat already: leave out DistributedDataParallel, which would average "
-            "its gradients a second time"
+            f"this model is distributed by Offbeat already: leave out {wrapper}, which would exchange its gradients "
+            f"a second time"
         )
 
     @property
@@ -97,15 +99,21 @@ class DistributedOptimizer(_Optimizer):
     _offbeat: Any
 
     def step(self, closure: Any = None) -> Any:
+        self._offbeat.fit_if_outdated()
         engine = self._offbeat.engine
         if closure is None:
+            for action in self._offbeat.before_step:
+                action()
             engine.step()
             return None
+        if self._offbeat.before_step:
+            raise StrategyError("step() with a closure inside join(): ranks without data could not follow it")
         if not engine.all_replicated:
             raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
         return engine.closure_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._offbeat.fit_if_outdated()
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         self._offbeat.engine.zero_grad(set_to_none, held)
 

@@ -2,7 +2,8 @@
 
 Layers may be replaced, parameters frozen, unfrozen or given to the optimizer later. A plan made before then no longer
 fits, and ranks would drift apart silently. Torch tells of every parameter and module that is registered anywhere; only
-after that, or when a watched parameter's `requires_grad` has changed, is the model walked over and compared.
+after one in the model itself, or when a watched parameter's `requires_grad` has changed, is the model walked over and
+compared. Inside torch.func.functional_call() it holds other tensors for one forward only, which is no change.
 """
 
 from functools import cache
@@ -19,17 +20,20 @@ from offbeat.runtime.engine import Engine
 
 _registrations = [0]
 """Their number: torch's hooks are the process's, so there is one count."""
+_watched: set[int] = set()
+"""The modules, by id, in which they count."""
 
 
 @cache
 def watch_structure() -> None:
-    """Counts from now on what is registered in any module of this process."""
+    """Counts from now on what is registered in the modules of distributed models."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
 
-def _count(*_: Any) -> None:
-    _registrations[0] += 1
+def _count(module: torch.nn.Module, *_: Any) -> None:
+    if id(module) in _watched:
+        _registrations[0] += 1
 
 
 class Structure:
@@ -39,7 +43,8 @@ class Structure:
         self.model = model
         self.optimizer = optimizer
         self.registrations = _registrations[0]
-        self.tensors = [*model.parameters(), *model.buffers()]
+        _watched.update(map(id, model.modules()))
+        self.parameters = list(model.parameters())
         self.held = self._held()
         self.optimized = self._optimized()
 
@@ -47,6 +52,8 @@ class Structure:
         """Whether they hold something else now."""
         optimized = self._optimized()
         if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:
+            return False
+        if not all(isinstance(parameter, torch.nn.Parameter) for parameter in self.model.parameters()):
             return False
         self.registrations = _registrations[0]
         return engine.outdated or optimized != self.optimized or self._held() != self.held

@@ -26,7 +26,7 @@ _GAIN = 1e-5
 _TEMPERATURE = 3e-3
 """Of the step; a change this much worse is accepted with probability 1/e at first, then less and less."""
 SLICE_PENALTY = 1e-7
-"""Share of the step by which one more slice must shorten it: fewer stand up better to what was not foreseen."""
+"""Share of the step by which one more slice must shorten it: fewer slices suffer less from timing errors."""
 
 
 def anneal(

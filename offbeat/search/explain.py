@@ -49,7 +49,7 @@ class Explanation:
     next_builder_seconds: float
     compute_seconds: float
     network_seconds: float
-    """For which the busiest link is taken."""
+    """Time for which the busiest link is taken."""
     decisions: tuple[Decision, ...]
     """The one that is worth most comes first."""
 

@@ -39,7 +39,7 @@ SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
 """What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
 SLACK_SECONDS = 1e-3
 """A gradient that is later than planned holds up everything after it in a fixed order."""
-BARRIER_BUCKETS = (2**19, 2**20, 2**22, 25 * 2**20)
+BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
 
 
 def optimize(
@@ -186,17 +186,25 @@ def _annealed(problem: Problem, best: Candidate, seed: int, rounds: int | None) 
 
 
 def candidates(
-    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, present: Strategy, barrier: bool = False
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    costs: Costs,
+    present: Strategy,
+    barrier: bool = False,
+    issue_seconds: float = 0.0,
 ) -> list[Candidate]:
     """The present strategy (by the name 'present') and others, the quickest first.
 
-    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like.
+    `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
+    what each collective adds to a step whose host launches its work too late, which replay does not know.
     """
     problem = Problem(graph, cluster, costs)
     found = []
     for name, strategy in (*_others(graph, cluster, costs), ("present", present)):
         mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
-        found.append(problem.evaluate(rescheduled(strategy, mode=mode), name))
+        candidate = problem.evaluate(rescheduled(strategy, mode=mode), name)
+        issuing = issue_seconds * len(candidate.plan.communication)
+        found.append(replace(candidate, seconds=candidate.seconds + issuing))
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
@@ -205,7 +213,8 @@ def recommend(
 ) -> tuple[Recipe, Strategy]:
     """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
     problem = Problem(graph, cluster, costs, memory_limit=limit_bytes(memory_limit, cluster))
-    recipes = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    sized = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    recipes = [*sized, *(Recipe(builder=name) for name in STARTS)]
     made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
     fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]
     if not fitting:

@@ -3,7 +3,15 @@
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
 from offbeat.strategy.model import Encoder, FullyShard, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
-from offbeat.strategy.registry import Recipe, build_strategy, builders, load_strategy, register_builder
+from offbeat.strategy.registry import (
+    Recipe,
+    build_strategy,
+    builders,
+    find_strategy,
+    load_strategy,
+    register_builder,
+    strategy_for,
+)
 from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
@@ -19,7 +27,9 @@ __all__ = [
     "build_strategy",
     "builders",
     "check_fits",
+    "find_strategy",
     "load_strategy",
     "register_builder",
+    "strategy_for",
     "transfer",
 ]

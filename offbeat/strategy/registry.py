@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -91,3 +92,19 @@ def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
     if recipe.builder not in _builders:
         raise StrategyError(f"{path}: there is no builder {recipe.builder!r}; there are {', '.join(builders())}")
     return recipe
+
+
+def find_strategy(named: str | PathLike[str], field: str, **options: Any) -> Strategy | Recipe:
+    """What a file holds, or the recipe of a builder's name and options; anything else is refused, naming the field."""
+    if named in _builders:
+        return Recipe(builder=str(named), options=options)
+    if not Path(named).exists():
+        known = ", ".join(builders())
+        raise StrategyError(f"{field}: {str(named)!r} is neither a builder ({known}) nor a strategy file")
+    return load_strategy(named)
+
+
+def strategy_for(named: str | PathLike[str], graph: ModelGraph, cluster: ClusterSpec, field: str) -> Strategy:
+    """The strategy of a file or of a builder's name for this model on this cluster."""
+    found = find_strategy(named, field)
+    return found.build(graph, cluster) if isinstance(found, Recipe) else found

@@ -9,8 +9,9 @@ One sweep over the sorted starts and ends of all spans yields the segments betwe
 rest. Times are means over the timeline's steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -329,7 +330,7 @@ def _notes(timeline: Timeline, sweep: _Sweep) -> tuple[str, ...]:
             "counts as idle time"
         )
     elif count > 1 and silent:
-        notes.append(f"no communication span was recorded on {_list(silent)}: there it counts as idle time")
+        notes.append(f"no communication span was recorded on {name_ranks(silent)}: there it counts as idle time")
     unmatched = int((timeline.task[sweep.communicating] < 0).sum())
     if count > 1 and unmatched:
         notes.append(
@@ -338,13 +339,19 @@ def _notes(timeline: Timeline, sweep: _Sweep) -> tuple[str, ...]:
         )
     unmarked = sorted(set(timeline.ranks) - set(timeline.marked_ranks))
     if unmarked:
-        notes.append(f"{_list(unmarked)} left out for want of step marks")
+        notes.append(f"{name_ranks(unmarked)} left out for want of step marks")
     return tuple(notes)
 
 
-def _list(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+def name_ranks(ranks: Iterable[int]) -> str:
+    """'rank 3', 'ranks 0–15' or 'ranks 0–2, 5, 9 and 4 more'."""
+    ordered = sorted(ranks)
+    # Consecutive ranks are equally far from their places.
+    groups = groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
+    runs = [[rank for _, rank in run] for _, run in groups]
+    shown = ", ".join("–".join(map(str, sorted({run[0], run[-1]}))) for run in runs[:3])
+    left = sum(map(len, runs[3:]))
+    return f"rank{'' if len(ordered) == 1 else 's'} {shown}" + (f" and {left} more" if left else "")
 
 
 def short_name(name: str) -> str:

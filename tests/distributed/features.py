@@ -5,6 +5,7 @@ computes every rank's part of the batch itself.
 """
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from reference import flat_parameters, graph_of, make_strategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from training import _cluster, _distributed
 
@@ -504,6 +506,69 @@ def buffers() -> dict[str, Any]:
             model(*small_models.batch("cnn", 9, 0))
         pairs = zip(alone.buffers(), model.buffers(), strict=True)
         return {"error": max((a.double() - b.double()).abs().max().item() for a, b in pairs)}
+
+
+BUFFER_ACTIONS = (
+    *("backward step", "backward step", "backward", "backward step write", "twice backward step", "forward"),
+    *("no_sync backward", "no_grad", "no_grad evaluate", "evaluate", "module no_grad", "write"),
+)
+
+
+def buffers_as_with_ddp(seed: int) -> dict[str, Any]:
+    """A random loop's losses and buffers on this rank, which DDP and Offbeat must have alike at every moment."""
+    rank = dist.get_rank()
+    ours, theirs = small_models.make("cnn"), small_models.make("cnn")
+    wrapped = DistributedDataParallel(theirs)
+    optimizers = [_sgd(ours), _sgd(theirs)]
+    draw, done = random.Random(seed), []
+
+    def act(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, action: str, number: int) -> torch.Tensor:
+        batch = small_models.batch("cnn", number, rank)
+        with model.no_sync() if "no_sync" in action else nullcontext():
+            with torch.no_grad() if "no_grad" in action else nullcontext():
+                model.train("evaluate" not in action)
+                loss = (model.module if "module" in action else model)(*batch)
+                if "twice" in action:
+                    loss = loss + model(*batch)
+            if "backward" in action:
+                loss.backward()
+        if "step" in action:
+            optimizer.step()
+            optimizer.zero_grad()
+        if "write" in action:
+            for buffer in plain.buffers():
+                buffer.copy_(torch.full_like(buffer, number + rank))
+        return loss.detach()
+
+    with _distributed(ours, optimizers[0], "overlap"):
+        for number in range(30):
+            action = draw.choice(BUFFER_ACTIONS)
+            mine = act(ours, ours, optimizers[0], action, number)
+            other = act(wrapped, theirs, optimizers[1], action, number)
+            pairs = [(mine, other), *zip(ours.buffers(), theirs.buffers(), strict=True)]
+            done.append((action, max((a.double() - b.double()).abs().max().item() for a, b in pairs)))
+    return {"done": done}
+
+
+def join_as_with_ddp(steps: list[int]) -> dict[str, Any]:
+    """How far parameters and buffers are from DDP's after ranks have run out of data at different times."""
+    rank = dist.get_rank()
+    ours, theirs = small_models.make("cnn"), small_models.make("cnn")
+    wrapped = DistributedDataParallel(theirs)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        with model.join():
+            for number in range(steps[rank]):
+                optimizer.zero_grad()
+                model(*small_models.batch("cnn", number, rank)).backward()
+                optimizer.step()
+
+    with _distributed(ours, optimizer, "overlap"):
+        train(ours, optimizer)
+    train(wrapped, torch.optim.SGD(theirs.parameters(), lr=0.1))
+    pairs = zip([*ours.parameters(), *ours.buffers()], [*theirs.parameters(), *theirs.buffers()], strict=True)
+    return {"error": max((a.double() - b.double()).abs().max().item() for a, b in pairs)}
 
 
 def outside_parameter(strategy: str) -> dict[str, Any]:

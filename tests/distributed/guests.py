@@ -44,6 +44,10 @@ def mistake(what: str) -> dict[str, Any]:
 
                 fully_shard(net)
                 offbeat.distribute(net, optimizer)
+            case "fsdp after":
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(offbeat.distribute(net, optimizer, "overlap")[0])
             case "zero redundancy":
                 from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -30,6 +30,7 @@ def test_pattern_equals_averaging_by_hand(pools: Pools, pattern: str, strategy: 
         ("ddp before", "wrapped in DistributedDataParallel: leave that out"),
         ("ddp after", "distributed by Offbeat already: leave out DistributedDataParallel"),
         ("fsdp before", "sharded already"),
+        ("fsdp after", "distributed by Offbeat already: leave out FSDP"),
         ("zero redundancy", "pass the optimizer that it wraps, and strategy='sharded'"),
         ("absent later", "find_unused_parameters=True"),
     ],

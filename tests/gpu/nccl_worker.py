@@ -78,6 +78,8 @@ def main() -> None:
     if CUDA:
         torch.cuda.synchronize()
     dist.barrier()
+    while shared_channels:
+        shared_channels.popitem()[1].close()
     dist.destroy_process_group()
 
 

@@ -24,7 +24,8 @@ pytestmark = [
 ]
 
 WORKER = Path(__file__).with_name("nccl_worker.py")
-RUN_SECONDS = 270.0
+ROOT = str(Path(__file__).parents[2])
+RUN_SECONDS = 220.0
 START_SECONDS = 120.0
 LOST_SECONDS = 30.0
 """By when the survivors of a rank that was killed must have ended."""
@@ -55,7 +56,8 @@ def gpu_cluster(ranks: int) -> Iterator[Emulation]:
 def run_cases(ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Every rank's row of every case, and what went wrong with the run as a whole."""
     with gpu_cluster(ranks) as cluster:
-        ends = cluster.run([str(WORKER), "cases", str(folder)], timeout=RUN_SECONDS, check=False)
+        command = [str(WORKER), "cases", str(folder)]
+        ends = cluster.run(command, timeout=RUN_SECONDS, env={"PYTHONPATH": ROOT}, check=False)
     wrong = [
         f"rank {end.rank} {end.outcome} with {end.returncode} after {end.seconds:.0f} s: {end.stderr[-1500:]}"
         for end in ends
@@ -94,10 +96,9 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
     with gpu_cluster(2) as cluster:
         port = cluster.new_port()
         logs = [(tmp_path / f"rank{rank}.log").open("wb") for rank in range(2)]
-        ranks = [
-            cluster.popen(rank, [str(WORKER), "forever", str(tmp_path)], stdout=log, stderr=log, master_port=port)
-            for rank, log in enumerate(logs)
-        ]
+        command = [str(WORKER), "forever", str(tmp_path)]
+        options = {"env": {"PYTHONPATH": ROOT}, "master_port": port}
+        ranks = [cluster.popen(rank, command, stdout=log, stderr=log, **options) for rank, log in enumerate(logs)]
         until = time.monotonic() + START_SECONDS
         while not (tmp_path / "steps").exists() or int((tmp_path / "steps").read_text() or 0) < 30:
             assert all(process.poll() is None for process in ranks), said(tmp_path)
@@ -118,7 +119,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
     print(f"the survivor ended with {code} after {waited:.1f} s")
     text = said(tmp_path)
     assert code not in (None, 0), text
-    assert "rank 0 cannot go on: rank 1 gave no sign of life" in text
+    assert "rank 1 gave no sign of life" in text
     assert sums == ["3.0", "3.0"]
 
 
@@ -130,4 +131,4 @@ SUM = (
 
 
 def said(folder: Path) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-40000:]}" for log in folder.glob("*.log"))

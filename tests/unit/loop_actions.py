@@ -5,18 +5,25 @@ An action is given the rank's job and a source of random choices, the same on ev
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from random import Random
 
 import loop_models
+import pytest
 import torch
 from loop_job import Job, Way
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from offbeat.errors import StrategyError
 
 Action = Callable[[Job, Random], None]
 ACTIONS: dict[str, tuple[Action, int]] = {}
 """By name, with how often each is drawn."""
+PARTS = ("first", "middle", "head")
+"""Of every model, in the order of forward."""
 
 
 def action(weight: int) -> Callable[[Action], Action]:
@@ -58,8 +65,12 @@ def plain_accumulation(job: Job, draw: Random) -> None:
 def accumulation_with_no_sync(job: Job, draw: Random) -> None:
     parts = draw.randint(2, 3)
     job.optimizer.zero_grad()
+    whole = draw.random() < 0.7
     for part in range(parts):
-        job.backward(job.forward() / parts, sync=part == parts - 1)
+        with job.no_sync() if whole and part < parts - 1 else nullcontext():
+            loss = job.forward() / parts
+        with job.no_sync() if part < parts - 1 else nullcontext():
+            job.backward(loss)
     job.optimizer.step()
 
 
@@ -93,7 +104,8 @@ def zero_grad(job: Job, draw: Random) -> None:
 
 @action(2)
 def local_gradients_forgotten(job: Job, draw: Random) -> None:
-    job.backward(job.forward(), sync=False)
+    with job.no_sync():
+        job.backward(job.forward())
     job.model.zero_grad()
 
 
@@ -106,9 +118,74 @@ def other_heads(job: Job, draw: Random) -> None:
 
 @action(2)
 def backward_through_a_part(job: Job, draw: Random) -> None:
+    if not trains(job, PARTS[:2]):
+        return
     job.optimizer.zero_grad()
     job.backward(job.hidden().pow(2).mean())
     job.optimizer.step()
+
+
+@action(1)
+def scaled_step(job: Job, draw: Random) -> None:
+    """By a gradient scaler; some gradients of one rank overflow."""
+    factor = torch.inf if draw.random() < 0.3 and job.world.rank == 0 else 1.0
+    if not any(parameter.requires_grad for group in job.optimizer.param_groups for parameter in group["params"]):
+        return
+    job.optimizer.zero_grad()
+    job.backward(job.scaler.scale(job.forward()) * factor)
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    job.see("scale", torch.tensor(job.scaler.get_scale()))
+
+
+@action(1)
+def closure(job: Job, draw: Random) -> None:
+    """Refused where owners update, which can only be asked for without one."""
+
+    def work() -> torch.Tensor:
+        job.optimizer.zero_grad()
+        loss = job.forward()
+        job.backward(loss)
+        return loss
+
+    if job.runtime is None or job.runtime.engine.all_replicated:
+        job.see("loss", job.optimizer.step(work))
+        return
+    with pytest.raises(StrategyError, match="every replica updates"):
+        job.optimizer.step(work)
+    job.see("loss", work())
+    job.optimizer.step()
+
+
+@action(2)
+def penalty_on_gradients(job: Job, draw: Random) -> None:
+    """A double backward, by hand or through an inner step."""
+    weight = job.model.head.weight
+    if not weight.requires_grad or job.name == "heads":
+        return
+    job.optimizer.zero_grad()
+    (slope,) = torch.autograd.grad(loss := job.forward(), weight, create_graph=True)
+    if draw.random() < 0.5:
+        job.backward(loss + slope.pow(2).sum())
+    else:
+        job.backward(job.forward(weights={"head.weight": weight - 0.1 * slope}))
+    job.optimizer.step()
+
+
+@action(1)
+def uneven_data(job: Job, draw: Random) -> None:
+    steps = [draw.randint(1, 3) for _ in range(job.world.size)]
+    passes, forgets = draw.randint(1, 2), draw.random() < 0.7
+
+    def optimize() -> None:
+        job.optimizer.step()
+        if forgets:
+            job.optimizer.zero_grad()
+
+    job.join(steps, passes, optimize)
+    if forgets:
+        # A rank that was without data still has the last average.
+        job.optimizer.zero_grad()
 
 
 # Evaluation
@@ -117,7 +194,7 @@ def backward_through_a_part(job: Job, draw: Random) -> None:
 @action(4)
 def evaluation(job: Job, draw: Random) -> None:
     job.model.eval()
-    with torch.no_grad():
+    with torch.inference_mode() if draw.random() < 0.5 else torch.no_grad():
         job.see("loss", job.forward())
     job.model.train()
 
@@ -126,6 +203,18 @@ def evaluation(job: Job, draw: Random) -> None:
 def a_part_alone(job: Job, draw: Random) -> None:
     with torch.no_grad():
         job.see("hidden", job.hidden() if draw.random() < 0.5 else job.model.head(torch.ones(2, 7).double()))
+
+
+@action(2)
+def rank_0_alone(job: Job, draw: Random) -> None:
+    """Evaluates `model.module`, as scripts written for DDP do."""
+    if job.world.rank:
+        return
+    model = job.model.module if job.ours else job.model
+    model.eval()
+    with torch.no_grad():
+        job.see("loss", model(*loop_models.batch(job.name, draw.randrange(1000), 0)))
+    model.train()
 
 
 # Parameters
@@ -145,12 +234,15 @@ def read_parameter(job: Job, draw: Random) -> None:
         "index": lambda: parameter[0],
     }
     way = draw.choice(sorted(ways))
-    job.see(f"{name} by {way}", ways[way]())
+    with torch.inference_mode(draw.random() < 0.3):
+        job.see(f"{name} by {way}", ways[way]())
 
 
 @action(3)
 def read_model(job: Job, draw: Random) -> None:
-    match draw.choice(("copy", "state_dict", "vector", "file")):
+    # Torch saves no module whose weights are computed.
+    ways = ("copy", "state_dict", "vector", "file")[: 3 if job.name == "parametrized" else 4]
+    match draw.choice(ways):
         case "copy":
             values = list(copy.deepcopy(job.model).parameters())
         case "state_dict":
@@ -164,6 +256,23 @@ def read_model(job: Job, draw: Random) -> None:
             values = list(torch.load(file, weights_only=False).parameters())
     for value in values:
         job.see("model", value)
+
+
+@action(3)
+def moving_average(job: Job, draw: Random) -> None:
+    if job.average is None:
+        job.average = AveragedModel(job.model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    job.average.update_parameters(job.model)
+    for parameter in job.average.parameters():
+        job.see("average", parameter)
+
+
+@action(1)
+def teacher(job: Job, draw: Random) -> None:
+    """A copy is evaluated, and does not change with the model."""
+    copied = copy.deepcopy(job.model).eval()
+    with torch.no_grad():
+        job.see("loss", copied(*loop_models.batch(job.name, draw.randrange(1000), job.world.rank)))
 
 
 @action(2)
@@ -260,8 +369,15 @@ def step_with_clipping(job: Job, draw: Random) -> None:
 
 @action(2)
 def freeze(job: Job, draw: Random) -> None:
-    part = draw.choice(("first", "middle", "head"))
+    part = draw.choice(PARTS)
     job.model.get_submodule(part).requires_grad_(draw.random() < 0.6)
+    if not trains(job, PARTS):
+        job.model.head.requires_grad_(True)
+
+
+def trains(job: Job, parts: Iterable[str]) -> bool:
+    """Whether a backward pass through these parts of the model is possible."""
+    return any(parameter.requires_grad for part in parts for parameter in job.model.get_submodule(part).parameters())
 
 
 @action(1)

@@ -1,11 +1,11 @@
 """A model under training on one rank: by Offbeat, or by hand as an obvious reference.
 
 The reference is a plain model whose gradients are averaged after every backward pass that synchronises, in the order in
-which ranks in memory add up, and whose buffers are rank 0's before a forward.
+which ranks in memory add up, and whose buffers are rank 0's before each forward that DDP sends them before.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from memory_job import MemoryWorld
 from random_strategies import random_strategy
 from small_strategies import OPTIONS
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph.skeleton import skeleton
@@ -43,8 +44,11 @@ class Job:
         left_out = set(map(id, self.model.head.parameters())) if held_back else set()
         self.optimizer = loop_models.OPTIMIZERS[optimizer](p for p in self.model.parameters() if id(p) not in left_out)
         self.runtime: Runtime | None = None
-        self.sent = False
-        """Buffers are on their way since the last backward pass."""
+        self.synchronise = True
+        """Off inside no_sync()."""
+        self.buffers_due = True
+        """The next forward gets `root`'s buffers."""
+        self.root = 0
         self.forwards = 0
         self.seen: list[tuple[int, str, torch.Tensor]] = []
         """What the loop has looked at: in which action, what, and the value."""
@@ -52,6 +56,8 @@ class Job:
         self.kept: list[torch.Tensor] = []
         """Views of parameters."""
         self.saved: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.average: AveragedModel | None = None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         if way is not None:
             self.distribute(way)
 
@@ -66,12 +72,11 @@ class Job:
             )
         else:
             self._broadcast_buffers()
+        self.buffers_due = True
 
     def switch(self, way: Way) -> None:
         if self.runtime is not None:
             self.runtime.switch(self.plan(way))
-        elif self.model.training or self.sent:
-            self._broadcast_buffers()
 
     def plan(self, way: Way) -> Plan:
         builder, seed, mode, captured = way
@@ -88,18 +93,50 @@ class Job:
             strategy = build_strategy(builder, graph, cluster, **OPTIONS.get(builder, {}))
         return lower(graph, cluster, _in_mode(strategy, mode), rank=self.world.rank)
 
-    def no_sync(self) -> Any:
-        return self.model.no_sync() if self.ours else nullcontext()
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        self.synchronise = False
+        with self.model.no_sync() if self.ours else nullcontext():
+            yield
+        self.synchronise = True
 
-    def backward(self, loss: torch.Tensor, *, sync: bool = True) -> None:
-        if not sync:
-            with self.no_sync():
-                loss.backward()
-            return
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-        self.sent = True
-        if not self.ours:
+        if not self.ours and self.synchronise:
             self._average()
+
+    def join(self, steps: list[int], passes: int, optimize: Callable[[], None]) -> None:
+        """Each rank takes so many steps of so many passes; the reference knows how many the others take."""
+        mine = steps[self.world.rank]
+        if self.ours:
+            with self.model.join():
+                for _ in range(mine):
+                    for _ in range(passes):
+                        self.backward(self.forward())
+                    optimize()
+            return
+        for number in range(max(steps)):
+            self.root = max(rank for rank, each in enumerate(steps) if each > number)
+            for _ in range(passes):
+                if number < mine:
+                    self.backward(self.forward())
+                else:
+                    self._pass_without_data()
+            if number < mine:
+                optimize()
+            else:
+                self.optimizer.step()
+        self._broadcast_buffers()
+        self.root = 0
+
+    def _pass_without_data(self) -> None:
+        if self.buffers_due:
+            self._broadcast_buffers()
+        self.buffers_due = True
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+        self._average()
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -114,19 +151,19 @@ class Job:
             parameter.grad = average
 
     def _broadcast_buffers(self) -> None:
-        self.sent = False
         for buffer in self.model.buffers():
-            self.world.broadcast(buffer, 0)
+            self.world.broadcast(buffer.data, self.root)
 
     # What every loop does
 
-    def forward(self, size: int = 4) -> torch.Tensor:
-        """The loss of another batch."""
+    def forward(self, size: int = 4, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The loss of another batch, by these weights if they are given."""
         self.forwards += 1
-        if not self.ours and (self.model.training or self.sent):
+        if not self.ours and self.buffers_due:
             self._broadcast_buffers()
-        self.sent = False
-        return self.model(*loop_models.batch(self.name, self.forwards, self.world.rank, size))
+        self.buffers_due = torch.is_grad_enabled() and self.synchronise
+        batch = loop_models.batch(self.name, self.forwards, self.world.rank, size)
+        return self.model(*batch) if weights is None else torch.func.functional_call(self.model, weights, batch)
 
     def hidden(self) -> torch.Tensor:
         """The output of a part of the model that is called alone."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from offbeat.graph import ModelGraph, capture
 
@@ -75,6 +77,37 @@ class Heads(Dense):
         return F.cross_entropy((self.head, self.second)[self.chosen](self.hidden(x)), y)
 
 
+class Moving(Dense):
+    """Replaces a buffer in each training forward that uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * hidden.detach().abs().mean(0)
+        return self.middle(hidden)
+
+
+class Recomputed(Dense):
+    """Its middle is shared by two calls, the second of which is recomputed in the backward pass."""
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.middle(torch.tanh(self.first(x)))
+        # Ranks are threads here, and torch has one default generator for all.
+        return checkpoint(self.middle, hidden, use_reentrant=False, preserve_rng_state=False)
+
+
+class Parametrized(Dense):
+    """A weight is computed from two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.first)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": Dense,
     "normed": Normed,
@@ -82,6 +115,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "sparse": Sparse,
     "heads": Heads,
+    "moving": Moving,
+    "recomputed": Recomputed,
+    "parametrized": Parametrized,
 }
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -48,8 +48,7 @@ def draw_loop(seed: int) -> Loop:
     optimizer = draw_optimizer(model, draw)
     find_unused = model == "heads" or draw.random() < 0.3
     names = [name for name in ACTIONS if find_unused or name not in PARTIAL]
-    impossible = {"heads": (), "normed": ("other_heads", "two_forwards_one_backward")}.get(model, ("other_heads",))
-    names = [name for name in names if name not in impossible]
+    names = [name for name in names if model == "heads" or name != "other_heads"]
     weights = [ACTIONS[name][1] for name in names]
     actions = [(name, draw.randrange(10**6)) for name in draw.choices(names, weights, k=draw.randint(10, 40))]
     return Loop(

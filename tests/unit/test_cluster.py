@@ -84,7 +84,7 @@ def test_ranks_and_paths_agree(spec, data):
     a, b = (data.draw(st.integers(0, spec.world_size - 1)) for _ in range(2))
     assert a in spec.ranks_of(spec.node_of(a))
     assert spec.device_of(a) is spec.nodes[spec.node_of(a)]
-    assert spec.same_node(a, b) == (spec.node_of(a) == spec.node_of(b))
+    assert spec.one_node((a, b)) == (spec.node_of(a) == spec.node_of(b))
     assert spec.bandwidth(a, b) == spec.bandwidth(b, a) > 0
     assert spec.latency(a, b) == spec.latency(b, a) >= 0
     # In node order, a ring passes through each node once, so no interface is shared.

@@ -8,7 +8,6 @@ import torch
 from offbeat.errors import OffbeatError
 from offbeat.graph import Constant, ModelGraph, Operator, TensorSpec, Variable, kinds
 from offbeat.graph.coarsen import segments
-from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import update_operators
 from offbeat.graph.skeleton import skeleton
 
@@ -164,10 +163,10 @@ def test_a_segment_has_a_time_once_all_its_operators_have(graph):
 
 def test_estimates_are_the_roofline_unless_measured():
     operator = op("f", "forward", flops=1000, bytes_read=300, bytes_written=200)
-    assert operator_seconds(operator, 100.0, 1e9) == 10.0
-    assert operator_seconds(operator, 1e9, 100.0) == 5.0
-    assert operator_seconds(dataclasses.replace(operator, seconds=0.125), 100.0, 1e9) == 0.125
-    assert operator_seconds(dataclasses.replace(operator, kind="view"), 100.0, 1e9) == 0.0
+    assert operator.estimate(100.0, 1e9) == 10.0
+    assert operator.estimate(1e9, 100.0) == 5.0
+    assert dataclasses.replace(operator, seconds=0.125).estimate(100.0, 1e9) == 0.125
+    assert dataclasses.replace(operator, kind="view").estimate(100.0, 1e9) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from offbeat.profile.measure import load_profile
 from offbeat.profile.whatif import what_if
 from offbeat.report.live import Session, State
 from offbeat.report.server import ASSETS, HEADERS, HOST, Handler, LiveServer
-from offbeat.report.steps import name_ranks
 from offbeat.strategy import builders
 from offbeat.timeline import Timeline
+from offbeat.timeline.diagnosis import name_ranks
 
 LAYERS = 6
 

@@ -1,7 +1,9 @@
 """Training loops that once went wrong, each against averaging by hand on ranks in memory."""
 
+import pickle
 from collections.abc import Callable
 
+import loop_models
 import pytest
 import torch
 from loop_job import Job, Way
@@ -16,9 +18,15 @@ FACTORS: Way = ("random", 814694, "auto", True)
 
 
 def assert_same(
-    body: Callable[[Job], None], way: Way, model: str = "dense", optimizer: str = "sgd", *, held_back: bool = False
+    body: Callable[[Job], None],
+    way: Way,
+    model: str = "dense",
+    optimizer: str = "sgd",
+    *,
+    held_back: bool = False,
+    find_unused: bool = False,
 ) -> None:
-    loop = Loop(0, 3, model, optimizer, way, False, held_back, ())
+    loop = Loop(0, 3, model, optimizer, way, find_unused, held_back, ())
     assert compare(loop, body, tolerance=1e-12) == ""
 
 
@@ -94,7 +102,8 @@ def test_factors_add_to_gradients_of_earlier_passes() -> None:
 
 def test_factors_of_passes_that_were_forgotten_are_not_sent() -> None:
     def body(job: Job) -> None:
-        job.backward(job.forward(), sync=False)
+        with job.no_sync():
+            job.backward(job.forward())
         job.model.zero_grad()
         step(job)
 
@@ -146,3 +155,215 @@ def test_state_that_is_kept_apart_is_saved(seed: int) -> None:
             job.see(f"momentum of {number}", state["momentum_buffer"])
 
     assert_same(body, ("random", seed, "auto", False), "normed", "decay")
+
+
+def evaluate(job: Job) -> None:
+    job.model.eval()
+    with torch.no_grad():
+        job.see("loss", job.forward())
+    job.model.train()
+
+
+def a_part_alone(job: Job) -> None:
+    with torch.no_grad():
+        job.hidden()
+
+
+def other_buffers(job: Job) -> None:
+    for buffer in job.model.buffers():
+        buffer.fill_(2 + job.world.rank)
+
+
+def replaced_buffers(job: Job) -> None:
+    job.model.middle[1].running_mean = torch.full((13,), 0.2 * job.world.rank).double()
+
+
+def forward_only(job: Job) -> None:
+    job.forward()
+
+
+@pytest.mark.parametrize("change", [a_part_alone, other_buffers, replaced_buffers, forward_only])
+def test_a_forward_sees_the_present_buffers_of_rank_0(change: Callable[[Job], None]) -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            step(job)
+            change(job)
+            evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_buffers_stay_as_they_are_after_a_forward_without_gradients() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        with torch.no_grad():
+            job.forward()
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_buffers_stay_as_they_are_inside_no_sync() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        with job.no_sync():
+            job.backward(job.forward())
+            evaluate(job)
+        step(job)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_a_change_of_plan_changes_no_buffers() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.switch(SERVERS)
+        for name, buffer in job.model.named_buffers():
+            job.see(name, buffer)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_running_statistics_may_arrive_between_two_forwards_of_one_backward_pass() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.optimizer.zero_grad()
+            job.backward(job.forward() + job.forward())
+            job.optimizer.step()
+
+    assert_same(body, OVERLAP, "normed")
+
+
+def test_one_rank_alone_may_call_the_module_that_has_other_running_statistics() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.forward()
+        if job.world.rank == 0:
+            with torch.no_grad():
+                model = job.model.module if job.ours else job.model
+                job.see("loss", model.eval()(*loop_models.batch(job.name, 100, 0)))
+                model.train()
+        step(job)
+        evaluate(job)
+
+    assert_same(body, OVERLAP, "normed")
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+def test_a_gradient_that_was_forgotten_is_not_filled_with_zeros(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        step(job)
+        job.optimizer.zero_grad(set_to_none=True)
+        job.model.zero_grad(set_to_none=False)
+        for parameter in job.model.parameters():
+            job.see("gradient", parameter.grad)
+
+    assert_same(body, way)
+
+
+def test_a_gradient_that_nobody_has_is_not_filled_with_zeros() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.zero_grad(set_to_none=False)
+        for parameter in job.model.second.parameters():
+            job.see("gradient", parameter.grad)
+
+    assert_same(body, SERVERS, "heads")
+
+
+@pytest.mark.parametrize("way", [SHARDED, OVERLAP])
+def test_a_parameter_group_may_be_added_between_backward_and_step(way: Way) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.optimizer.zero_grad()
+        job.backward(job.forward())
+        job.optimizer.add_param_group({"params": list(job.model.head.parameters()), "lr": 0.02})
+        job.optimizer.step()
+
+    assert_same(body, way, held_back=True)
+
+
+def test_gradients_stay_local_inside_no_sync_where_the_plan_is_made_anew() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.optimizer.zero_grad()
+        with job.no_sync():
+            job.backward(job.forward())
+            job.see("gradient", job.model.head.weight.grad)
+
+    assert_same(body, OVERLAP)
+
+
+def test_weights_for_one_forward_are_no_change_of_the_model() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.optimizer.zero_grad()
+        weight = job.model.head.weight
+        job.backward(job.forward(weights={"head.weight": weight * 0.5}))
+        job.optimizer.step()
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_a_layer_that_is_replaced_before_an_evaluation_trains() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        job.model.head = loop_models.make("dense", seed=7).head
+        job.optimizer.param_groups[0]["params"] = list(job.model.parameters())
+        evaluate(job)
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+@pytest.mark.parametrize(("steps", "passes"), [([1, 2, 3], 1), ([3, 1, 2], 2), ([0, 2, 1], 1)])
+@pytest.mark.parametrize(("way", "model"), [(SERVERS, "dense"), (OVERLAP, "normed"), (OVERLAP, "moving")])
+def test_ranks_that_run_out_of_data(steps: list[int], passes: int, way: Way, model: str) -> None:
+    def optimize(job: Job) -> None:
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+    def body(job: Job) -> None:
+        step(job)
+        # The optimizer does not hold all parameters, so that some gradients are never forgotten.
+        job.join(steps, passes, lambda: optimize(job))
+        for name, buffer in job.model.named_buffers():
+            job.see(name, buffer)
+        step(job)
+
+    assert_same(body, way, model, held_back=True)
+
+
+@pytest.mark.parametrize("way", [OVERLAP, ("partitioned_all_reduce", 0, "auto", True), PARTS])
+@pytest.mark.parametrize("model", ["dense", "heads"])
+def test_an_update_may_be_needed_inside_inference_mode(way: Way, model: str) -> None:
+    def body(job: Job) -> None:
+        for number in range(4):
+            if model == "heads":
+                # The other head's momentum begins there.
+                job.model.chosen = number // 2
+            job.optimizer.zero_grad(set_to_none=False)
+            job.backward(job.forward())
+            job.optimizer.step()
+            with torch.inference_mode():
+                job.see("loss", job.forward())
+
+    assert_same(body, way, model, find_unused=model == "heads")
+
+
+def test_a_model_that_changes_before_its_first_step_is_watched_in_that_step_only() -> None:
+    def body(job: Job) -> None:
+        job.model.first.requires_grad_(False)
+        for _ in range(2):
+            step(job)
+            for parameter in pickle.loads(pickle.dumps(job.model)).parameters():
+                job.see("parameter", parameter)
+        assert not torch.overrides._get_current_function_mode_stack()
+
+    assert_same(body, OVERLAP)

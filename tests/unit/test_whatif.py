@@ -21,9 +21,11 @@ from offbeat.plan.model import sent_per_byte
 from offbeat.profile.calibrate import cluster_of, device_figures, link_of, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
 from offbeat.profile.whatif import costs_of_workers, parse_what_if, resized, scaled_fit, what_if, with_workers
+from offbeat.report.advice import what_would_help
 from offbeat.simulate import simulate, step_seconds
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import Timeline
+from offbeat.timeline.diagnosis import diagnose
 
 LAYERS, ELEMENTS = 3, 500_000
 BYTES = 4 * ELEMENTS
@@ -277,6 +279,8 @@ def test_links_within_and_between_nodes_change_apart(two_nodes: Profile) -> None
     both_faster = seconds(two_nodes, "inter_bandwidth=1000x", "intra_bandwidth=4x")
     assert seconds(two_nodes, "inter_bandwidth=1000x") > both_faster
     assert Costs.from_dict(two_nodes.costs.to_dict()) == two_nodes.costs
+    advised = {row.about for row in what_would_help(two_nodes, diagnose(two_nodes.timeline)).rows}
+    assert {"inter_bandwidth=2x", "intra_bandwidth=2x"} < advised
 
 
 def test_ranks_of_one_node_that_are_left_talk_within_it(two_nodes: Profile) -> None:
@@ -428,14 +432,14 @@ def test_bad_arguments(
 
 
 def test_surveyed_clusters_tell_links_and_tables() -> None:
-    ranks, rate, latency = 4, 1e9, 1e-4
+    rate, latency = 1e9, 1e-4
     measured = {}
     for size in (2, 4):
         steps, share = 2 * (size - 1), 2 * (size - 1) / size
         rows = [(b, steps * latency + share * b / rate, share * b / rate) for b in (2**12, 2**16, 2**20, 2**22)]
         measured["all_reduce", size] = rows
     assert link_of(measured["all_reduce", 4], 4) == pytest.approx((rate, latency), rel=0.01)
-    spec = cluster_of(measured, ranks, 2)
+    spec = cluster_of(measured, (2, 2), {}, {})
     assert len(spec.nodes) == 2
     assert spec.nodes[0].bandwidth == pytest.approx(rate, rel=0.01)
     assert spec.nodes[1].intra_latency == pytest.approx(latency, rel=0.01)
@@ -443,11 +447,15 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert table is not None
     assert table.seconds[-1] == pytest.approx(2 * latency + 2**22 / rate)
     assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
+    level = {("all_reduce", 2): measured["all_reduce", 4]}
+    unequal = cluster_of(measured, (1, 3), {("all_reduce", 3): measured["all_reduce", 2]}, level)
+    assert [node.devices for node in unequal.nodes] == [1, 3]
+    assert unequal.nodes[0].bandwidth == link_of(level["all_reduce", 2], 2)[0]
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
     assert np.isfinite(spec.nodes[0].intra_bandwidth)
     fast = {"device": "NVIDIA H200", "memory": 150_000_000_000, "peak_flops": 8e14, "memory_bandwidth": 4e12}
     slow = {"device": "Unheard of", "memory": 2**30, "peak_flops": 1e12, "memory_bandwidth": 1e11}
-    unequal = cluster_of(measured, ranks, 2, [fast, fast | {"peak_flops": 7e14}, slow, slow])
+    unequal = cluster_of(measured, (2, 2), {}, {}, [fast, fast | {"peak_flops": 7e14}, slow, slow])
     assert [(node.device, node.peak_flops) for node in unequal.nodes] == [("NVIDIA H200", 7e14), ("Unheard of", 1e12)]
     assert [node.memory for node in unequal.nodes] == [150_000_000_000, 2**30]
     assert unequal.nodes[0].bandwidth == spec.nodes[0].bandwidth

@@ -71,6 +71,8 @@ class TorchChannel:
         self.stream = torch.cuda.Stream(priority=-1) if group.name() == "nccl" else None
         """NCCL would use one that nobody else can put a mark on. A mark on a third stream that waits for it can hold up
         work on others: a GPU has few queues for all streams."""
+        if self.stream is not None:
+            self.ready = torch.cuda.Event()
         self.lost_ranks = lost_ranks
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -136,10 +138,16 @@ class TorchChannel:
             if self.stream is None:
                 return TorchWork(self, [start(options)])
             options.asyncOp = False
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
+            current = torch.cuda.current_stream()
+            self.ready.record(current)
+            self.stream.wait_event(self.ready)
+            # A context manager takes several times as long, in a host that launches hundreds of kernels meanwhile.
+            torch.cuda.set_stream(self.stream)
+            try:
                 start(options)
                 return StreamWork(self, DeviceMoment(), held)
+            finally:
+                torch.cuda.set_stream(current)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         self._exchange(lambda group: group.send([tensor], self.ranks.index(to), tag))

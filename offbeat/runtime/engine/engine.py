@@ -209,8 +209,6 @@ class Engine:
                 self.gradients.discard()
             else:
                 self.gradients.publish()
-        elif phase is Phase.KEPT:
-            self.gradients.cleared.update(map(id, parameters))
         self.updates.zero(parameters, set_to_none)
 
     def settle_all(self) -> None:
@@ -232,7 +230,7 @@ class Engine:
             self.gradients.publish()
             if self.mode == "deferred":
                 self.need_barrier("the training loop reads gradients before step()")
-        elif self.gradients.phase is Phase.KEPT and id(parameter) not in self.gradients.cleared:
+        elif self.gradients.phase is Phase.KEPT and self.updates.hides(parameter):
             self.updates.settle_all()
             self.gradients.publish_kept()
 
@@ -242,7 +240,7 @@ class Engine:
             self.gradient_read(parameter)
         elif not self.updates.applying:
             self.value_used(parameter)
-            self.gradients.cleared.add(id(parameter))
+            self.updates.zero([parameter], set_to_none=True)
 
     def value_used(self, parameter: torch.nn.Parameter) -> None:
         """Somebody reads or writes a parameter: an outstanding update comes first."""

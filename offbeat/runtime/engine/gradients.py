@@ -15,7 +15,7 @@ from offbeat.runtime.engine.phases import Phase
 from offbeat.runtime.engine.training import Training
 from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import raw_gradient, set_gradient
+from offbeat.runtime.lazy import outside_inference_mode, raw_gradient, set_gradient
 from offbeat.runtime.sync import Synchroniser, box_slices
 
 
@@ -36,8 +36,6 @@ class Gradients:
         """Messages that all ranks must finish in one order, whichever they need first."""
         self.dropped: frozenset[int] | None = None
         """Parameters (by id) without a gradient at step(), where the training loop has seen the averages before."""
-        self.cleared: set[int] = set()
-        """Parameters (by id) whose gradient has been forgotten or replaced since the step."""
         self.carried = Counter(name for each in training.plan.messages for name in each.variables)
         """In how many messages each variable travels."""
         self.untaken = self.carried.copy()
@@ -50,7 +48,6 @@ class Gradients:
         self.publish_all()
         self.owners.prepared = self.owners.reduced = False
         self.phase = Phase.BACKWARD
-        self.cleared.clear()
         self.untaken = self.carried.copy()
 
     def take(self, index: int) -> None:
@@ -104,8 +101,6 @@ class Gradients:
 
     def publish_kept(self) -> None:
         """After the step: averages that owners keep go to every replica, as far as they have not been forgotten."""
-        for component in self.components:
-            component.hidden -= self.cleared
         self._publish()
         self.phase = Phase.IDLE
 
@@ -116,6 +111,7 @@ class Gradients:
                     self.owners.publish(synchroniser)
             self.show(component, published=True)
 
+    @outside_inference_mode
     @torch.no_grad()
     def show(self, component: Component, *, published: bool = False) -> None:
         """Puts the averages into `parameter.grad`, and what autograd has added there meanwhile on top of them.
@@ -184,7 +180,6 @@ class Gradients:
 
     def step_ends(self) -> None:
         """The step is applied, or will be as parameters are needed."""
-        self.cleared.clear()
         self.phase = Phase.KEPT if self.owners.tail and self.phase is not Phase.PUBLISHED else Phase.IDLE
 
 

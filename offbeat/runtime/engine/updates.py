@@ -13,7 +13,7 @@ from offbeat.runtime.engine.components import Component
 from offbeat.runtime.engine.gradients import Gradients
 from offbeat.runtime.engine.portions import Portions
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import AliasCheck, raw_gradient, set_gradient, set_pending
+from offbeat.runtime.lazy import AliasCheck, outside_inference_mode, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 
@@ -93,6 +93,7 @@ class Updates:
         finally:
             self.applying = before
 
+    @outside_inference_mode
     def settle(self, component: Component) -> None:
         """Waits for one component and applies its update."""
         if component.settled:
@@ -186,7 +187,7 @@ class Updates:
         for parameter in parameters:
             component = self.component_of.get(id(parameter))
             if component is not None and not component.settled:
-                self.zeroing[id(parameter)] = set_to_none
+                self.zeroing[id(parameter)] = set_to_none or self.zeroing.get(id(parameter), False)
             else:
                 self._forget(component, parameter, set_to_none)
 
@@ -195,9 +196,16 @@ class Updates:
         """What torch's zero_grad() does to one parameter."""
         gradient = raw_gradient(parameter)
         hidden = component is not None and id(parameter) in component.hidden
-        if set_to_none or (gradient is None and not hidden):
+        if component is not None:
+            component.hidden.discard(id(parameter))
+        if set_to_none or (gradient is None and (not hidden or id(parameter) in self.gradients.unused_parameters())):
             set_gradient(parameter, None)
         elif gradient is None or gradient.grad_fn is not None:
             set_gradient(parameter, torch.zeros_like(parameter, requires_grad=False))
         else:
             gradient.zero_()
+
+    def hides(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether an average of its gradient has not been shown nor forgotten."""
+        component = self.component_of.get(id(parameter))
+        return component is not None and id(parameter) in component.hidden

@@ -22,7 +22,6 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.graph.estimate import operator_seconds
 from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator
 from offbeat.search.frontier.algebra import Floats, Ints
 from offbeat.search.frontier.configs import Configurations, configurations
@@ -258,7 +257,7 @@ def _operator_seconds(graph: ModelGraph, mesh: FineMesh) -> dict[str, float]:
     devices = [mesh.cluster.device_of(rank) for rank in range(mesh.devices)]
     peak = min(device.peak_flops for device in devices)
     bandwidth = min(device.memory_bandwidth for device in devices)
-    alone = {operator.name: operator_seconds(operator, peak, bandwidth) for operator in graph.operators}
+    alone = {operator.name: operator.estimate(peak, bandwidth) for operator in graph.operators}
     pools: dict[object, list[str]] = defaultdict(list)
     for operator in graph.phase("forward"):
         for key in _pools(operator):

@@ -99,7 +99,7 @@ def find_frontier(
 ) -> ModelFrontier:
     """The non-dominated ways to split a training step over the devices of a cluster.
 
-    `objectives` are two of memory, time, communication and money; `devices` uses only the first so many;
+    `objectives` are two of memory, time, communication and money; `devices` uses only that many, the first ones;
     `configurations` bounds how many an operator may choose from, and `points` how many are returned. `threads` None is
     all cores; it does not change the result."""
     if len(objectives) != 2 or len(set(objectives)) != 2 or not set(objectives) <= set(OBJECTIVES):

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
 from typing import Annotated, Literal
 
 import numpy as np
 import orjson
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from offbeat import files
@@ -90,11 +91,9 @@ class Frontier:
     @staticmethod
     def from_json(content: bytes | str, origin: str = "frontier") -> "Frontier":
         """Validates everything; the error names `origin`, the field and the value."""
-        try:
+        with files.problems_named(f"{origin}: not a frontier"):
             parsed = TypeAdapter(_File).validate_python(files.parse_json(content, origin, "frontier"))
-        except ValidationError as error:
-            raise OffbeatError(f"{origin}: not a frontier: {files.first_problem(error)}") from None
-        for index, (point, after) in enumerate(zip(parsed.points, parsed.points[1:], strict=False), 1):
+        for index, (point, after) in enumerate(pairwise(parsed.points), 1):
             if after.memory_bytes <= point.memory_bytes or after.time_seconds >= point.time_seconds:
                 raise OffbeatError(
                     f"{origin}: points[{index}] must need more memory and less time than the point before it"

@@ -163,7 +163,7 @@ def _fuse(chain: Any, borders: Any) -> Any:
 def _move_borders(chain: Any, borders: Any, budget: int) -> None:
     """Local search in place, until no single border can be set, removed or moved to advantage.
 
-    A border is also removed if the step stays as long: fewer collectives stand up better to what was not foreseen.
+    A border is also removed if the step stays as long: fewer collectives suffer less from timing errors.
     """
     floor = chain.floor
     shortest, spent = _quick_makespan(chain, borders, np.inf)

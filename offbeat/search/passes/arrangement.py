@@ -91,7 +91,7 @@ def _improved(
                 return arranged(gradients, arrangement, candidate.strategy)
             trial = change(arrangement)
             seconds = problem.arrangement_seconds(gradients, trial, candidate)
-            # A border that makes no difference goes: fewer collectives stand up better to what was not foreseen.
+            # A border that makes no difference goes: fewer collectives suffer less from timing errors.
             fewer = trial.borders.sum() < arrangement.borders.sum()
             if seconds < best * (1 + (_ROUNDING if fewer else -_ROUNDING)):
                 arrangement, best, settled = trial, min(best, seconds), False
@@ -108,7 +108,7 @@ def flipped(arrangement: Arrangement, border: int) -> Arrangement:
 
 
 def _cut(arrangement: Arrangement, head: int, count: int) -> Arrangement:
-    """The arrangement with the group at a head in so many parts."""
+    """The arrangement with the group that begins at `head` cut into `count` parts."""
     parts = arrangement.parts.copy()
     parts[head] = count
     return replace(arrangement, parts=parts)

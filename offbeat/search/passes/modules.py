@@ -29,8 +29,8 @@ _MOST_MICRO_BATCHES = 64
 def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Modules whose activations are computed again in backward: the fewest that fit, then all.
 
-    Those come first that repeat the least work for each byte they free. Work is in measured seconds where all operators
-    were measured, else in FLOP and bytes moved.
+    Modules that repeat the least work for each byte they free come first. Work is in seconds where all operators were
+    measured, else in FLOP and bytes moved.
     """
     done = candidate.strategy.recompute
     forward = problem.graph.phase("forward")
@@ -38,7 +38,7 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     cost = {}
     for path in blocks(problem.graph):
         operators = [op for op in forward if within(op.module, path)]
-        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_read + op.bytes_written for op in operators)
+        work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_moved for op in operators)
         freed = sum(op.activation_bytes for op in operators)
         if freed and path not in done:
             cost[path] = work / freed

@@ -202,7 +202,7 @@ def _units(plan: Plan, coarsen: bool) -> list[tuple[tuple[Shard, str, str], list
 
 
 def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]:
-    """Seconds for which a collective takes the link without bytes, until its result is there, and for each byte."""
+    """(seconds for which an empty collective takes the link, from then until its result is there, seconds per byte)."""
     stage = make_stages(shard, plan.replicas, plan.cluster)[0]
     ((ranks, root),) = stage.groups
     # A probe of one element: what a collective costs depends on its kind, its ranks and its bytes.

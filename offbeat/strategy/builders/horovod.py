@@ -7,7 +7,6 @@ from itertools import accumulate
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
-from offbeat.graph.estimate import operator_seconds
 from offbeat.strategy.builders._common import Size, bytes_option, fused
 from offbeat.strategy.model import Schedule, Strategy
 from offbeat.units import parse_seconds
@@ -39,7 +38,7 @@ def gradient_ready_seconds(graph: ModelGraph, cluster: ClusterSpec) -> dict[str,
     """When each gradient is complete, counted from the start of backward, on the device that takes longest."""
     backward = graph.phase("backward")
     devices = dict.fromkeys((node.peak_flops, node.memory_bandwidth) for node in cluster.nodes)
-    slowest = max(([operator_seconds(operator, *device) for operator in backward] for device in devices), key=sum)
+    slowest = max(([operator.estimate(*device) for operator in backward] for device in devices), key=sum)
     ends = dict(zip((operator.name for operator in backward), accumulate(slowest), strict=True))
     return {variable.name: ends.get(variable.gradient_from or "", 0.0) for variable in graph.gradient_order}
 
