@@ -29,8 +29,15 @@ def strategy_within(
     found: str | OffbeatError | None = None
     if world.rank == 0:
         try:
-            options = {"costs": costs, "time_limit": SEARCH_SECONDS, "micro_batches": micro_batches}
-            found = optimize(graph, cluster, memory_limit=memory_limit, **options).to_json()
+            best = optimize(
+                graph,
+                cluster,
+                costs=costs,
+                memory_limit=memory_limit,
+                time_limit=SEARCH_SECONDS,
+                micro_batches=micro_batches,
+            )
+            found = best.to_json()
         except OffbeatError as error:
             found = error
     told = world.all_gather_object(found)[0]
