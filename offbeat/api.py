@@ -90,7 +90,7 @@ def distribute(
             raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
         from offbeat.search.within import strategy_within
 
-        strategy = strategy_within(memory_limit, graph, cluster, world)
+        strategy = strategy_within(memory_limit, graph, cluster, world, micro_batches=loss_fn is None)
     chosen = resolve_strategy(strategy, graph, cluster, world)
     if chosen.operators:
         if world.size != dist.get_world_size():

@@ -111,6 +111,8 @@ class Runtime:
 
     def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
+        if plan.strategy.fsdp is not None:
+            raise StrategyError("fsdp: torch's fully_shard runs such a strategy, and only from the start of a job")
         _check_messages(plan, self.optimizer_class, self.device)
         check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__

@@ -20,9 +20,9 @@ from offbeat.graph import ModelGraph
 from offbeat.plan import lower
 from offbeat.search.anneal import anneal
 from offbeat.search.arrange import arranged, arrangement_of, rescheduled
+from offbeat.search.fsdp import UNITS, limit_bytes, sharded_starts
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
-from offbeat.search.units import UNITS, limit_bytes, sharded_starts
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes
@@ -72,7 +72,7 @@ def search(
     replicated plan fits, FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
     `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
-    `mode`, `allow_lossy`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay` and `symmetry`.
+    `mode`, `allow_lossy`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")

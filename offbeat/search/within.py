@@ -11,23 +11,32 @@ from offbeat.graph import ModelGraph
 from offbeat.launch import this_place
 from offbeat.runtime.comm import TorchWorld
 from offbeat.runtime.retime import fit_link
+from offbeat.search.fsdp import SPARE
 from offbeat.search.optimize import optimize
-from offbeat.search.units import SPARE
 from offbeat.strategy import Strategy
 
 SEARCH_SECONDS = 30.0
 
 
-def strategy_within(memory_limit: str | float, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
+def strategy_within(
+    memory_limit: str | float, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld, micro_batches: bool
+) -> Strategy:
     """Rank 0 searches, with the link as it is measured now; 'auto' is the memory of the smallest device, with a tenth
-    of it to spare. Every rank must call it."""
+    of it to spare. `micro_batches` says that the model returns its loss. Every rank must call it."""
     if isinstance(memory_limit, str) and memory_limit == "auto":
         memory_limit = min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE)
     costs = _link_costs(world)
     found: str | OffbeatError | None = None
     if world.rank == 0:
         try:
-            best = optimize(graph, cluster, costs=costs, memory_limit=memory_limit, time_limit=SEARCH_SECONDS)
+            best = optimize(
+                graph,
+                cluster,
+                costs=costs,
+                memory_limit=memory_limit,
+                time_limit=SEARCH_SECONDS,
+                micro_batches=micro_batches,
+            )
             found = best.to_json()
         except OffbeatError as error:
             found = error

@@ -112,7 +112,7 @@ def fsdp_checkpoints(model: str, kind: str) -> list[float]:
     net, trainer = _distributed(model, kind, strategy)
     _train(net, trainer, model, range(2))
     errors = []
-    for first, engine in ((2, "sharded"), (4, strategy)):
+    for first, engine in ((2, "sharded"), (4, "fsdp")):
         saved = net.state_dict(), trainer.state_dict()
         assert not any(isinstance(value, DTensor) for value in saved[0].values())
         net, trainer = _distributed(model, kind, engine)

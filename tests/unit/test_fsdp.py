@@ -9,12 +9,12 @@ import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.cost.memory import peak_memory
-from offbeat.errors import StrategyError
+from offbeat.errors import OffbeatError, StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.search.explain import explain
+from offbeat.search.fsdp import limit_bytes
 from offbeat.search.optimize import search
-from offbeat.search.units import limit_bytes
 from offbeat.strategy import FullyShard, Strategy, build_strategy, transfer
 from offbeat.strategy.code import torch_code
 
@@ -171,6 +171,8 @@ def test_under_a_limit_that_replication_breaks_the_fastest_that_fits_is_found():
         plan = fsdp(graph, **options)
         if peak_memory(plan).total <= limit:
             assert found.seconds <= offbeat.simulate(plan).iteration_time * (1 + 1e-9)
+    with pytest.raises(OffbeatError, match="is not enough for"):
+        search(graph, FOUR, rounds=0, memory_limit=limit // 3, micro_batches=False)
     text = explain(found.strategy, graph, FOUR).text()
     assert "modules are gathered and reduced one by one" in text
 

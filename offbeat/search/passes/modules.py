@@ -73,7 +73,7 @@ def micro_batches(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     batch = next((tensor.shape[0] for tensor in problem.graph.inputs if tensor.shape), _MOST_MICRO_BATCHES)
     most = min(batch, _MOST_MICRO_BATCHES)
     counts = [n for n in range(2, most + 1) if batch % n == 0 and n > candidate.strategy.accumulation]
-    for count in counts:
+    for count in counts if problem.micro_batches else ():
         strategy = candidate.strategy.model_copy(update={"accumulation": count})
         if count == counts[-1] or problem.fits(problem.evaluate(strategy, "trial")):
             yield strategy
