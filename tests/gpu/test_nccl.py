@@ -111,6 +111,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
         except subprocess.TimeoutExpired:
             code = None
         waited = time.monotonic() - killed_at
+        ranks[1].wait(LOST_SECONDS)
         # Whatever the dead rank has left of the service that shares the GPU, a new one works.
         cluster.restart_gpu()
         sums = [end.stdout.strip() for end in cluster.run(["-c", SUM], timeout=120)]
