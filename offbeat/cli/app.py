@@ -12,9 +12,7 @@ from typer import Argument, Option
 
 from offbeat.cli.show import say
 from offbeat.errors import OffbeatError
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
+from offbeat.launch import INTERRUPTED
 
 app = typer.Typer(
     name="offbeat",

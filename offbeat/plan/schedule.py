@@ -5,7 +5,7 @@ ready (fifo) or the one that the next forward needs first (priority). Ready time
 estimated durations. The order does not depend on the rank it is derived for.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -73,12 +73,18 @@ def schedule(draft: Draft) -> None:
 
 
 def priority_order(
-    ready: Sequence[float], duration: Sequence[float], urgency: Sequence[float], follows: Sequence[int]
+    ready: Sequence[float],
+    duration: Sequence[float],
+    urgency: Sequence[float],
+    follows: Sequence[int],
+    sizes: Sequence[int] = (),
+    credit: int | None = None,
 ) -> list[int]:
     """The order in which one link serves jobs that become ready at given seconds and last given seconds.
 
     Whenever the link is free it takes, of what is ready, the job with the smallest urgency number; ties go to the lower
-    index. `follows[j]` is the job that must end before job j is ready, or -1.
+    index. `follows[j]` is the job that must end before job j is ready, or -1. With a `credit` the link takes jobs
+    before it is free, as long as those that have not ended hold no more bytes than that: ByteScheduler's order.
     """
     dependants: dict[int, list[int]] = {}
     arrivals: list[tuple[float, int]] = []
@@ -89,18 +95,26 @@ def priority_order(
             heappush(arrivals, (ready[job], job))
     waiting: list[tuple[float, int]] = []
     order: list[int] = []
-    now = 0.0
+    taken: deque[tuple[float, int]] = deque()
+    now = free = 0.0
     while arrivals or waiting:
-        if not waiting:
-            now = max(now, arrivals[0][0])
         while arrivals and arrivals[0][0] <= now:
             job = heappop(arrivals)[1]
             heappush(waiting, (urgency[job], job))
-        job = heappop(waiting)[1]
-        order.append(job)
-        now += duration[job]
-        for dependant in dependants.get(job, ()):
-            heappush(arrivals, (max(now, ready[dependant]), dependant))
+        while taken and taken[0][0] <= now:
+            taken.popleft()
+        job = waiting[0][1] if waiting else -1
+        fits = credit is not None and sum(size for _, size in taken) + sizes[job] <= credit
+        if waiting and (fits or not taken):
+            heappop(waiting)
+            order.append(job)
+            free = max(now, free) + duration[job]
+            taken.append((free, sizes[job] if sizes else 0))
+            for dependant in dependants.get(job, ()):
+                heappush(arrivals, (max(free, ready[dependant]), dependant))
+        else:
+            # A job arrives, or one that has been taken ends.
+            now = min([at for at, _ in arrivals[:1]] + [at for at, _ in list(taken)[:1] if waiting])
     return order
 
 
@@ -122,7 +136,8 @@ def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float],
         first_use = [min(use_order.get(name, unused) for name in message.variables) for message in plan.messages]
         urgency = [float(first_use[message]) for message, _ in jobs]
     taken = [seconds(size[job]) for job in jobs]
-    order = priority_order([ready[message] for message, _ in jobs], taken, urgency, [-1] * len(jobs))
+    sizes, credit = [size[job] for job in jobs], plan.strategy.schedule.credit_bytes
+    order = priority_order([ready[message] for message, _ in jobs], taken, urgency, [-1] * len(jobs), sizes, credit)
     return plan.reordered([*(jobs[place] for place in order), *held])
 
 
@@ -158,8 +173,10 @@ def _issue_order(draft: Draft) -> list[Job]:
         urgency = [float(min(first_use[name] for name in draft.messages[job.message].variables)) for job in jobs]
     else:
         urgency = [float(job.message) for job in jobs]
-    seconds = [_job_seconds(draft, job) for job in jobs]
-    return [jobs[position] for position in priority_order(ready, seconds, urgency, follows)]
+    ranks, sizes = zip(*(_largest(draft, job) for job in jobs), strict=True) if jobs else ((), ())
+    seconds = [_job_seconds(draft, *each) for each in zip(jobs, ranks, sizes, strict=True)]
+    credit = draft.strategy.schedule.credit_bytes
+    return [jobs[position] for position in priority_order(ready, seconds, urgency, follows, sizes, credit)]
 
 
 def _order_of_units(draft: Draft) -> list[Job]:
@@ -208,12 +225,17 @@ def _explicit_slices(draft: Draft) -> dict[int, Ranges]:
     return slices
 
 
-def _job_seconds(draft: Draft, job: Job) -> float:
+def _largest(draft: Draft, job: Job) -> tuple[tuple[int, ...], int]:
+    """The most ranks that do a job together, and the bytes that each puts in."""
     stage = draft.stages[job.message][job.stage]
     ranks, _ = max(stage.groups, key=lambda group: len(group[0]))
+    return ranks, _wire_bytes(draft.messages[job.message], stage, job, len(ranks))
+
+
+def _job_seconds(draft: Draft, job: Job, ranks: tuple[int, ...], put_in: int) -> float:
+    stage = draft.stages[job.message][job.stage]
     if stage.kind == "update" or len(ranks) < 2:
         return 0.0
-    put_in = _wire_bytes(draft.messages[job.message], stage, job, len(ranks))
     seconds = put_in * sent_per_byte(stage.kind, len(ranks)) / draft.cluster.ring_bandwidth(ranks)
     return seconds + draft.cluster.latency(ranks[0], ranks[-1])
 

@@ -19,7 +19,7 @@ from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import segment_seconds
 from offbeat.strategy import Encoder, FullyShard, Shard, Slice, Strategy, build_strategy
-from offbeat.units import format_seconds
+from offbeat.units import format_bytes, format_seconds
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
 """What a strategy is compared with, beside DDP."""
@@ -145,6 +145,9 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
         yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
+    if schedule.credit_bytes is not None:
+        what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
+        yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
     yield from _undone_modules(strategy)
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"

@@ -8,8 +8,8 @@ searches make strategies, `offbeat.lower` reads them. JSON files hold only what 
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -185,17 +185,25 @@ class Schedule(_Frozen):
     """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2
     """Collectives under way at once."""
+    credit_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Bytes that may be under way at once (ByteScheduler's credit): a message waits until it fits beside those before
+    it, or none is left. A policy orders messages accordingly: what has been handed over is not overtaken."""
     mode: Literal["auto", "deferred", "barrier"] = "auto"
     """deferred: the next forward waits per module; barrier: the optimizer's step waits for everything; auto: deferred
     where the training loop allows it."""
     order: tuple[Slice, ...] = ()
     """Issue order of an explicit schedule; every group's message is covered once."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_credit_bytes(cls, data: object) -> object:
-        # Older files may hold this field, which never had an effect.
-        return {key: value for key, value in data.items() if key != "credit_bytes"} if isinstance(data, dict) else data
+    def beside(self, before: Sequence[int], size: int) -> int:
+        """How many of the messages before one of `size` bytes may still be under way when it starts.
+
+        `before` has their bytes, the latest last.
+        """
+        most = min(self.in_flight - 1, len(before))
+        if self.credit_bytes is None:
+            return most
+        total = accumulate(reversed(before[len(before) - most :]), initial=size)
+        return sum(held <= self.credit_bytes for held in islice(total, 1, None))
 
     def _problems(self) -> Iterator[str]:
         if bool(self.order) != (self.policy == "explicit"):
@@ -291,7 +299,7 @@ class Strategy(_Frozen):
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in backward instead of being kept."""
     fusion: tuple[tuple[str, ...], ...] = ()
-    """Regions of modules that are compiled into one operator each."""
+    """Regions of modules. Training compiles each module of a region; a plan takes the region for one operator."""
     schedule: Schedule = Schedule()
     variables: dict[str, VariableConfig] = {}
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""

@@ -91,5 +91,5 @@ def every_synchronizer(world: int) -> Strategy:
             ),
             "head.weight": VariableConfig(partition=(1, 3), shards=(Shard(synchronizer="sharded", group=3),)),
         },
-        schedule=Schedule(policy="priority", in_flight=3),
+        schedule=Schedule(policy="priority", in_flight=3, credit_bytes=1024),
     )
