@@ -1,7 +1,7 @@
 """Problem → FSDP2 strategies: starting points of a search under a memory limit, and the neighbours of one.
 
-A search asks for them where no replicated plan fits. Recomputation and micro-batches come from the same passes as for
-other strategies; here are the choices of `fully_shard` itself.
+Recomputation and micro-batches come from the same passes as for other strategies; here are the choices of `fully_shard`
+itself.
 """
 
 from collections.abc import Iterator

@@ -68,8 +68,8 @@ def search(
 ) -> Candidate:
     """The best strategy found, with its predicted step and the decisions that led to it.
 
-    `memory_limit` is in bytes per rank (or '16GiB'; 'auto' is nine tenths of the smallest device's memory). Where no
-    replicated plan fits, FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
+    `memory_limit` is in bytes per rank (or '16GiB'; 'auto' is nine tenths of the smallest device's memory). With it,
+    FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
     `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
     `mode`, `allow_lossy`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
@@ -106,13 +106,13 @@ def _starts(problem: Problem, memory_passes: Sequence[Pass], shard: bool) -> lis
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
     starts.append(problem.evaluate(pace, "pace"))
     fitting = sorted(filter(problem.fits, starts), key=lambda candidate: candidate.seconds)
+    sharded = sharded_starts(problem) if shard and problem.memory_limit is not None else []
+    small = sorted(filter(problem.fits, sharded), key=_seconds)[:1]
     if fitting:
         movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
-        return [fitting[0]] if movable is fitting[0] else [fitting[0], movable]
-    sharded = sharded_starts(problem) if shard else []
+        return [*small, fitting[0]] if movable is fitting[0] else [*small, fitting[0], movable]
     ends = [min(group, key=key) for group in (starts, sharded) if group for key in (_seconds, _peak)]
-    fitting = sorted(filter(problem.fits, sharded), key=_seconds)[:1]
-    return [*fitting, *_made_to_fit(problem, ends, memory_passes, needed=not fitting)]
+    return [*small, *_made_to_fit(problem, ends, memory_passes, needed=not small)]
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -161,9 +161,7 @@ def test_a_gpu_reduces_while_the_next_unit_computes():
 
 def test_under_a_limit_that_replication_breaks_the_fastest_that_fits_is_found():
     graph = gpt2().with_optimizer("AdamW", 2)
-    replicated = search(graph, FOUR, rounds=0, memory_limit="1TiB")
-    assert replicated.strategy.fsdp is None
-    limit = round(0.7 * replicated.peak_bytes)
+    limit = round(0.7 * peak_memory(lower(graph, FOUR, build_strategy("ddp", graph, FOUR))).total)
     found = search(graph, FOUR, rounds=0, memory_limit=limit)
     assert found.strategy.fsdp is not None
     assert max(offbeat.simulate(found.plan).peak_memory) == found.peak_bytes <= limit
