@@ -167,6 +167,10 @@ def gpu_setting(row: Result) -> str:
     return f"{', clipped' if row['clip'] else ''}{', bf16 weights' if row['precision'] == 'bf16' else ''}"
 
 
+GPU_CASES = 36
+"""That `gpu_step_time.py --list` names."""
+
+
 def gpu_step_time(result: Result) -> Lines:
     cases = gpu_cases(result)
     lines = [f"{listed(sorted({row['device'] for row in cases}))}.", ""]
@@ -175,7 +179,7 @@ def gpu_step_time(result: Result) -> Lines:
         default, goal = statistics.median(row["default_over_auto"] for row in of), TARGETS["gpu_default"].value
         target = "" if of[0]["clip"] else f", target of the median {goal:.2f}: {at_least(default, goal)}"
         lines.append(
-            f"- {len(of)} cases{setting}: DDP's default / auto {ratios(of, 'default_over_auto')}{target}; best DDP / "
+            f"- {len(of)} of {GPU_CASES} cases{setting} were run: DDP's default / auto {ratios(of, 'default_over_auto')}{target}; best DDP / "
             f"auto {ratios(of, 'best_over_auto')}; auto against the best DDP: {gpu_verdicts(of)}."
         )
     lines += [f"- Failed: {'; '.join(gpu_failed(result))}."] if gpu_failed(result) else []
