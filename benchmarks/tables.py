@@ -173,13 +173,15 @@ GPU_CASES = 36
 
 def gpu_step_time(result: Result) -> Lines:
     cases = gpu_cases(result)
-    lines = [f"{listed(sorted({row['device'] for row in cases}))}.", ""]
+    plain = sum(not row["clip"] for row in cases)
+    device = listed(sorted({row["device"] for row in cases}))
+    lines = [f"{device}. Of the {GPU_CASES} cases {plain} were run, and {len(cases) - plain} with clipping.", ""]
     for setting in dict.fromkeys(map(gpu_setting, cases)):
         of = [row for row in cases if gpu_setting(row) == setting]
         default, goal = statistics.median(row["default_over_auto"] for row in of), TARGETS["gpu_default"].value
         target = "" if of[0]["clip"] else f", target of the median {goal:.2f}: {at_least(default, goal)}"
         lines.append(
-            f"- {len(of)} of {GPU_CASES} cases{setting} were run: DDP's default / auto {ratios(of, 'default_over_auto')}{target}; best DDP / "
+            f"- {len(of)} cases{setting}: DDP's default / auto {ratios(of, 'default_over_auto')}{target}; best DDP / "
             f"auto {ratios(of, 'best_over_auto')}; auto against the best DDP: {gpu_verdicts(of)}."
         )
     lines += [f"- Failed: {'; '.join(gpu_failed(result))}."] if gpu_failed(result) else []
