@@ -18,6 +18,7 @@ from offbeat.launch import (
     HEARTBEAT_SECONDS,
     SSH_FAILED,
     Job,
+    NodeProcess,
     RemoteNode,
     Shown,
     exit_code,
@@ -99,7 +100,8 @@ def run_nodes(
     def keep_alive() -> None:
         while not over.wait(HEARTBEAT_SECONDS):
             for process in job.processes:
-                process.tell()  # type: ignore[attr-defined] # all are NodeProcess
+                if isinstance(process, NodeProcess):
+                    process.tell()
 
     threading.Thread(target=keep_alive, daemon=True).start()
     try:

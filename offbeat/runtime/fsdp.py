@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.mixins import with_mixin
 from offbeat.strategy import FullyShard
 from offbeat.torch_private import gather_asynchronously
+
+if TYPE_CHECKING:
+    _Sharded = Any
+else:
+    _Sharded = object
 
 log = logging.getLogger("offbeat")
 
@@ -107,23 +112,23 @@ class FsdpRuntime:
         raise StrategyError("this model is fully sharded already, which cannot be undone: distribute a new one")
 
 
-class FullyShardedModel:
+class FullyShardedModel(_Sharded):
     """A model that torch's `fully_shard` trains on all ranks."""
 
     _offbeat: FsdpRuntime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         micro_batches = self._offbeat.micro_batches
-        return (micro_batches or super().__call__)(*args, **kwargs)  # type: ignore[misc]
+        return (micro_batches or super().__call__)(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Gradients of backward passes inside stay local, whole, and accumulate."""
-        self.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
+        self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(True)  # type: ignore[attr-defined]
+            self.set_requires_gradient_sync(True)
 
     def flush(self) -> None:
         """Returns at once: every parameter holds its newest value when `step()` has ended."""
