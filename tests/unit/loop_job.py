@@ -23,7 +23,7 @@ from offbeat.plan import Plan, lower
 from offbeat.runtime.distribute import Runtime
 from offbeat.strategy import Strategy, build_strategy
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=60)
 
 Way = tuple[str, int, str, bool]
 """A builder's name or "random", a seed, a mode, and whether the model is captured."""
