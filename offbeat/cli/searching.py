@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import Json, Ranks, SavedStrategy, Scale, Timeout, app
+from offbeat.cli.app import (
+    SCRIPT_SETTINGS,
+    Json,
+    Ranks,
+    SavedStrategy,
+    Scale,
+    Script,
+    Timeout,
+    app,
+    complete_cluster,
+    complete_model,
+    complete_strategy,
+)
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model, read_strategy
 from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
@@ -18,10 +30,16 @@ from offbeat.errors import OffbeatError
 def optimize(
     source: Annotated[
         str,
-        Argument(help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function."),
+        Argument(
+            help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function.",
+            autocompletion=complete_model,
+        ),
     ],
     output: SavedStrategy = None,
-    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.")] = None,
+    cluster: Annotated[
+        str | None,
+        Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.", autocompletion=complete_cluster),
+    ] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
@@ -36,7 +54,7 @@ def optimize(
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
     graph, spec, costs, named, notes = _job(source, cluster, scale, workers, model)
-    with progress("searching"):
+    with progress("searching", time_limit):
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
         from offbeat.search.optimize import recommend
@@ -64,17 +82,18 @@ def optimize(
 
 
 @app.command(
-    epilog="Example: offbeat run --strategy strategy.json -n 4 train.py -- --epochs 1",
-    context_settings={"ignore_unknown_options": True},
+    epilog="Example: offbeat run --strategy strategy.json -n 4 train.py -- --epochs 1", context_settings=SCRIPT_SETTINGS
 )
 def run(
-    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
-    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
+    script: Script,
+    strategy: Annotated[
+        str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.", autocompletion=complete_strategy)
+    ] = "auto",
     ranks: Ranks = 1,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a training script, here or (under torchrun) as a rank of a job, with a strategy in the place of 'auto'."""
+    """Run a script that calls distribute(), here or (under torchrun) as a rank, with a strategy in place of 'auto'."""
     from offbeat.profile.launch import inside_job, require_script, run_script
 
     require_script(script[0])

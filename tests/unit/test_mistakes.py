@@ -137,10 +137,11 @@ def test_a_full_disk(arguments: tuple[str, ...], folder: Path, timeline: Timelin
 
 
 LONG = {
-    "models": ("--counts",),
+    "models": (),
     "clusters": (),
     "builders": (),
     "plan": ("bert_large", "--cluster", "B7"),
+    "explain": ("overlap", "--model", "bert_large", "--cluster", "B7"),
     "frontier": ("bert_large", "--cluster", "tensoropt"),
     "profile": ("endless.py", "-n", "2"),
     "replay": ("t.json",),

@@ -53,6 +53,7 @@ COMMANDS = [
     "clusters",
     "builders",
     "plan",
+    "explain",
     "frontier",
     "profile",
     "replay",

@@ -55,6 +55,18 @@ class ModelFrontier(Frontier):
     prices: Prices = field(repr=False, compare=False)
     """What the points were found from; baselines are computed from it."""
 
+    @property
+    def about(self) -> dict[str, str | int | None]:
+        """What the points are of: model, samples of a step, precision, cluster, devices."""
+        inputs = self.graph.inputs
+        return {
+            "model": self.graph.name,
+            "batch": inputs[0].shape[0] if inputs and inputs[0].shape else None,
+            "precision": ", ".join(sorted({variable.dtype for variable in self.graph.variables})),
+            "cluster": self.cluster.name,
+            "devices": self.devices,
+        }
+
     def min_devices(self, memory: str | int) -> Chosen:
         """The fewest devices, among the powers of two and all, on which a strategy fits in `memory` each."""
         most = self.cluster.world_size
