@@ -53,7 +53,7 @@ def optimize(
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
-    graph, spec, costs, named, notes = _job(source, cluster, scale, workers, model)
+    graph, spec, costs, named, notes, measured = _job(source, cluster, scale, workers, model)
     with progress("searching", time_limit):
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
@@ -69,7 +69,7 @@ def optimize(
                 "the traces do not name the model's parameters, so only a builder is recommended: "
                 f"{' '.join((recipe.builder, *options))}; --model gives them names"
             )
-        explanation = explain(best, graph, spec, costs)
+        explanation = explain(best, graph, spec, costs, **measured)
     if output is not None:
         (recipe or best).save(output)
     if as_json:
@@ -125,15 +125,16 @@ def run(
 
 def _job(
     source: str, cluster: str | None, scale: float | None, workers: int | None, model: str | None
-) -> tuple[Any, Any, Any, bool, list[str]]:
-    """(graph, cluster, costs, whether variables have the model's names, notes) of a recording or of a model."""
+) -> tuple[Any, Any, Any, bool, list[str], dict[str, Any]]:
+    """(graph, cluster, costs, whether variables have the model's names, notes, what was measured) of a recording or of
+    a model."""
     if not Path(source).is_dir():
         if cluster is None:
             raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
         if workers is not None or model is not None:
             raise OffbeatError(f"--{'model' if workers is None else 'workers'}: {source!r} is no recorded folder")
         spec = load_cluster(cluster)
-        return capture_model(source, scale), spec, None, True, []
+        return capture_model(source, scale), spec, None, True, [], {}
     recorded = any(Path(source).glob("rank*.jsonl"))
     if recorded and model is not None:
         raise OffbeatError(f"--model: the recording {source!r} has the names of its own model")
@@ -141,7 +142,7 @@ def _job(
     with progress("reading the traces"):
         from offbeat.profile.ddp_trace import load_ddp_profile
         from offbeat.profile.measure import load_profile
-        from offbeat.profile.whatif import resized
+        from offbeat.profile.whatif import plan_known, replay_scale, resized
 
         profile, named = (load_profile(source), True) if recorded else load_ddp_profile(Path(source), workers, graph)
     spec, costs = load_cluster(cluster) if cluster else profile.cluster, profile.costs
@@ -152,4 +153,7 @@ def _job(
             notes.append(
                 f"the job had {before} ranks; what collectives of {workers} take follows from a ring's formulas"
             )
-    return profile.graph, spec, costs, named, notes
+    measured: dict[str, Any] = {"scale": replay_scale(profile)} if plan_known(profile) else {}
+    if measured and spec is profile.cluster:
+        measured["ran"] = profile.strategy, profile.step_seconds
+    return profile.graph, spec, costs, named, notes, measured
