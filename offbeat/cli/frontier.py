@@ -32,7 +32,7 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
     devices: Annotated[int | None, Option(min=1, help="Use only this many devices, the first ones.")] = None,
     scale: Scale = None,
-    plot: Annotated[Path | None, Option(help="Draw the frontier as SVG here.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the frontier here, as .svg or .html.")] = None,
     output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -53,7 +53,7 @@ _WORDS |= {
     "compute": "{0.factor:g}x as fast computing",
 }
 MOST_WORKERS = 100_000
-_MESSAGE = re.compile(r"m(\d+)\.(\w+\[.*\])")
+_MESSAGE = re.compile(r"(?:update )?m(\d+)(?:\.(\w+\[.*\]))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ def with_tensor_names(timeline: Timeline, plan: Plan) -> Timeline:
         if found is None or int(found[1]) >= len(plan.messages):
             return name
         held = plan.messages[int(found[1])].variables
-        return f"{found[2]} of {held[0]}" + (f" to {held[-1]} ({len(held)} tensors)" if len(held) > 1 else "")
+        more = f" to {held[-1]} ({len(held)} tensors)" if len(held) > 1 else ""
+        return f"{found[2] or 'update'} of {held[0]}{more}"
 
     return replace(timeline, names=tuple(map(named, timeline.names)))
 

@@ -56,7 +56,7 @@ def render(report: Report) -> str:
         policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
-        frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
+        frontier=Markup(svg(report.frontier) if report.frontier else ""),
         data=Markup(numbers),
         scenes=_scenes(report),
         comparison_rows=report.comparison.rows if report.comparison else [],

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from offbeat.units import format_bytes
+
 if TYPE_CHECKING:
     from offbeat.strategy.model import Strategy
 
@@ -28,8 +30,6 @@ _KINDS = {
 
 def describe(strategy: "Strategy") -> tuple[str, ...]:
     """Clauses without a full stop; what is as by default, such as no encoding, is left out."""
-    from offbeat.units import format_bytes
-
     schedule, found = strategy.schedule, []
     shards = [(shard, config) for config in strategy.variables.values() for shard in config.shards]
     cut = sum(config.shard_count > 1 for config in strategy.variables.values())

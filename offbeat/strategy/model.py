@@ -9,6 +9,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from html import escape
 from itertools import pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal, Self
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from offbeat import files
 from offbeat.errors import OffbeatError, StrategyError
+from offbeat.strategy.describe import describe
 from offbeat.units import quote
 
 FORMAT: Final = 1
@@ -259,6 +261,17 @@ class Strategy(_Frozen):
             yield f"replicas {_list(self.replicas)} name a rank twice"
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
             yield f"{len(self.weights)} weights are given for {len(self.replicas)} replicas"
+
+    def __repr__(self) -> str:
+        made_for = f" for {self.model}" if self.model else ""
+        return f"<Strategy {self.name!r}{made_for}: {len(self.variables)} variables, {self.digest[:8]}>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """What it does, for notebooks."""
+        clauses = "".join(f"<li>{escape(clause)}</li>" for clause in describe(self))
+        return f"<b>{escape(repr(self))}</b><ul>{clauses}</ul>"
 
     def config(self, variable: str) -> VariableConfig:
         return self.variables.get(variable, _DEFAULT_CONFIG)

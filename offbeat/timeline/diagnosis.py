@@ -432,6 +432,25 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (f"note: {note}" for note in diagnosis.notes)
 
 
+def to_html(diagnosis: Diagnosis) -> str:
+    """A table with a bar for each rank, without script or style sheet."""
+    parts = {"compute": "#3f73c9", "exposed": "#d0742b", "waiting": "#b5476b", "idle": "#c9ccd2"}
+    piece = '<span style="display:inline-block;height:12px;width:{:.1f}px;background:{}"></span>'
+    rows = []
+    for rank in diagnosis.ranks[:_MOST_RANKS_SHOWN]:
+        seconds = [getattr(rank, f"{part}_seconds") for part in parts]
+        width = 300 / (rank.step_seconds or 1.0)
+        bar = "".join(piece.format(width * own, colour) for own, colour in zip(seconds, parts.values(), strict=True))
+        cells = "".join(f"<td>{_show(own)}</td>" for own in seconds)
+        rows.append(f'<tr><td>{rank.rank}</td>{cells}<td style="white-space:nowrap">{bar}</td></tr>')
+    left = len(diagnosis.ranks) - len(rows)
+    more = f'<tr><td colspan="6">and {left} more ranks</td></tr>' if left else ""
+    heads = "".join(f'<th style="border-bottom:3px solid {colour}">{part}</th>' for part, colour in parts.items())
+    bound = f", bound {_show(diagnosis.ideal_seconds)}" if diagnosis.ideal_seconds else ""
+    table = f"<table><tr><th>rank</th>{heads}<th></th></tr>{''.join(rows)}{more}</table>"
+    return f"<p>{diagnosis.source} step {_show(diagnosis.step_seconds)}{bound}</p>{table}"
+
+
 def _show(seconds: float) -> str:
     """Rounded to nanoseconds, which hides the rounding errors of sums."""
     return format_seconds(round(seconds, 9))

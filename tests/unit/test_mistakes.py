@@ -150,6 +150,7 @@ LONG = {
     "run": ("endless.py", "-n", "2"),
     "emulate": ("--", "endless.py"),
     "demo": (),
+    "tour": (),
     "doctor": (),
     "tune": ("endless.py", "-n", "2"),
     "trials": ("--store", "trials.sqlite"),

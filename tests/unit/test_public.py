@@ -64,6 +64,7 @@ COMMANDS = [
     "run",
     "emulate",
     "demo",
+    "tour",
     "doctor",
     "tune",
     "trials",
