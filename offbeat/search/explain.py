@@ -52,6 +52,8 @@ class Explanation:
     """Time for which the busiest link is taken."""
     measured: bool
     """Whether `step_seconds` was measured, because the strategy is the one that ran."""
+    recorded: bool
+    """Whether times are relative to a step that was measured."""
     decisions: tuple[Decision, ...]
     """The one that is worth most comes first."""
 
@@ -86,10 +88,12 @@ class Explanation:
         ]
         lines = [
             f"A step of {self.strategy!r} is {'measured at' if self.measured else 'predicted to take'} "
-            f"{format_seconds(self.step_seconds)}: {', '.join(compared)}.",
-            f"Its limit is {limit}, which is busy for {format_seconds(self.bound_seconds)}; "
-            f"the step takes {above:.2f}× that.",
+            f"{format_seconds(self.step_seconds)}: {', '.join(compared)}."
         ]
+        # Of a recorded job, the bound that was measured is shown elsewhere.
+        if not self.recorded:
+            busy = format_seconds(self.bound_seconds)
+            lines.append(f"Its limit is {limit}, which is busy for {busy}; the step takes {above:.2f}× that.")
         telling = [d for d in self.decisions if abs(d.worth_seconds) >= _MATTERS * self.step_seconds]
         lines += [f"- {each.what}: without it {format_seconds(each.without_seconds)}." for each in telling]
         if not telling:
@@ -134,6 +138,7 @@ def explain(
         compute_seconds=scale * _compute_seconds(plan, costs),
         network_seconds=scale * network_seconds(plan, costs),
         measured=measured,
+        recorded=ran is not None,
         decisions=tuple(sorted(decisions, key=lambda each: -each.worth_seconds)),
     )
 

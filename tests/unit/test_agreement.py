@@ -87,6 +87,7 @@ def test_strategies_have_one_step_each(
     assert other == pytest.approx(ran.next_builder_seconds)
     best = told(capsys, "optimize", str(folder), "--time-limit", "1")
     assert best["ddp_seconds"] == report.step_seconds
+    assert "limit" not in report.explanations[0].text(), "there is one bound, the measured one"
     assert best["speedup_over_ddp"] == pytest.approx(report.step_seconds / best["step_seconds"])
 
 
