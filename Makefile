@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 TOOLS := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: setup browser sshd demo test test-slow test-gpu bench bench-page wheel lint format clean
+.PHONY: setup browser sshd demo tour test test-slow test-gpu bench bench-page wheel lint format clean
 
 setup: $(TOOLS)
 
@@ -23,6 +23,10 @@ $(TOOLS): $(RUNS)
 
 demo: $(RUNS)
 	@$(BIN)/offbeat demo
+
+# The whole loop in a few minutes: record, report, search, run again.
+tour: $(RUNS)
+	@$(BIN)/offbeat tour
 
 # Tests of pages need a browser; where none can be installed they are skipped.
 browser:

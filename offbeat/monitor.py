@@ -263,7 +263,9 @@ class _Sample:
         """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer)."""
         if not self.seconds:
             return None, None
-        return self.waited / self.seconds * step_seconds, covered(self.sent) / self.seconds * step_seconds
+        # A collective may be under way beyond the observed steps.
+        sent = min(covered(self.sent), self.seconds)
+        return self.waited / self.seconds * step_seconds, sent / self.seconds * step_seconds
 
     def communication(self, step: int, task: Task, queued: float, issued: float, finished: float) -> None:
         self.sent.append((issued, finished))

@@ -75,6 +75,14 @@ def format_flops(flops_per_second: float) -> str:
     return _prefixed(flops_per_second, _DECIMAL, "FLOP/s")
 
 
+def format_speedup(before_seconds: float, after_seconds: float) -> str:
+    """'1.25× as fast', '1.25× as slow', or 'as fast'."""
+    ratio = before_seconds / after_seconds if after_seconds > 0 else 1.0
+    if abs(ratio - 1) < 5e-3:
+        return "as fast"
+    return f"{ratio:.2f}× as fast" if ratio > 1 else f"{1 / ratio:.2f}× as slow"
+
+
 def format_seconds(seconds: float) -> str:
     """'50 us', '1.5 ms', '2 s'."""
     return _prefixed(seconds, {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}, "s")

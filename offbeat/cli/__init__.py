@@ -15,6 +15,7 @@ from offbeat.cli import (  # noqa: F401, I001
     emulate,
     launch,
     demo,
+    tour,
     doctor,
     tuning,
 )

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,9 @@ from offbeat.cli.show import say
 from offbeat.errors import OffbeatError
 from offbeat.launch import INTERRUPTED
 
+SCRIPT_SETTINGS = {"ignore_unknown_options": True}
+"""What a command that runs a script does not know goes to the script, and so does everything behind '--'."""
+
 app = typer.Typer(
     name="offbeat",
     help="Makes distributed PyTorch training as fast as its cluster allows.",
@@ -23,10 +26,59 @@ app = typer.Typer(
 # Typer brings its own copy of click in new releases and uses the installed one in old ones.
 _UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+
+def _complete(known: Callable[[], Sequence[str]], *endings: str) -> Callable[[str], list[str]]:
+    """What a shell offers: the names that begin like this, and then folders and files with one of the endings."""
+
+    def offered(incomplete: str) -> list[str]:
+        place = Path(incomplete).parent
+        files = [path for path in place.glob("*") if path.is_dir() or path.suffix in endings]
+        paths = [str(path) + "/" * path.is_dir() for path in sorted(files)]
+        return [name for name in (*known(), *paths) if name.startswith(incomplete)]
+
+    return offered
+
+
+def _models() -> Sequence[str]:
+    from offbeat import zoo
+
+    return zoo.names()
+
+
+def _clusters() -> Sequence[str]:
+    from offbeat.cluster import ClusterSpec
+
+    return ClusterSpec.presets()
+
+
+def _builders() -> Sequence[str]:
+    from offbeat.strategy import builders
+
+    return builders()
+
+
+complete_model = _complete(_models)
+complete_cluster = _complete(_clusters, ".yaml", ".yml", ".json")
+complete_strategy = _complete(_builders, ".json")
+complete_script = _complete(tuple, ".py")
+
 Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
-Model = Annotated[str, Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).")]
+Model = Annotated[
+    str,
+    Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", autocompletion=complete_model),
+]
 Scale = Annotated[float | None, Option(help="Size of the zoo model, above 0 and at most 1.")]
-Cluster = Annotated[str, Option(metavar="NAME|FILE", help="A preset or a cluster file.")]
+Cluster = Annotated[
+    str, Option(metavar="NAME|FILE", help="A preset or a cluster file.", autocompletion=complete_cluster)
+]
+Script = Annotated[
+    list[str],
+    Argument(
+        metavar="SCRIPT [ARGS]...",
+        help="The training script; its own options follow it, behind '--' where they are called like one of these.",
+        autocompletion=complete_script,
+    ),
+]
 SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="Save the strategy here.")]
 Trace = Annotated[Path, Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
 Ranks = Annotated[int, Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from offbeat import units
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import Json, app, complete_cluster
 from offbeat.cli.show import print_facts, print_json, print_rows
 from offbeat.errors import OffbeatError
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from offbeat.cluster import ClusterSpec
 
 
-@app.command(epilog="Example: offbeat models --counts")
-def models(
-    counts: Annotated[bool, Option("--counts", help="Count parameters and variables (loads torch).")] = False,
-    scale: Annotated[float, Option(help="Size of the models to count, above 0 and at most 1.")] = 1.0,
-    as_json: Json = False,
-) -> None:
-    """List the models of the zoo."""
+@app.command(epilog="Example: offbeat models")
+def models(as_json: Json = False) -> None:
+    """List the models of the zoo: parameters, trained tensors, and the FLOPs of one step of one rank's batch."""
     from offbeat import zoo
 
-    rows = [count_parameters(name, scale) if counts else {"model": name} for name in zoo.names()]
-    print_rows(rows, as_json, parameters="{:,}".format)
+    rows = [
+        {"model": name, "parameters": size.parameters, "tensors": size.tensors, "batch": size.batch, "step": size.flops}
+        for name, size in zoo.SIZES.items()
+    ]
+    print_rows(rows, as_json, parameters="{:,}".format, step=lambda flops: units.format_flops(flops).removesuffix("/s"))
 
 
 @app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
 def clusters(
-    cluster: Annotated[str | None, Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.")] = None,
+    cluster: Annotated[
+        str | None, Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.", autocompletion=complete_cluster)
+    ] = None,
     as_yaml: Annotated[bool, Option("--yaml", help="Print the cluster as a file.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,17 +73,23 @@ def clusters(
 
 @app.command(epilog="Example: offbeat builders")
 def builders(as_json: Json = False) -> None:
-    """List the strategy builders and their options."""
+    """List the strategy builders, when to use which, and their options."""
     from offbeat.strategy import builders as names
 
-    rows = []
-    for name in names():
-        # One builder per file, called what it is registered as.
-        build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
-        options = list(inspect.signature(build).parameters.values())[2:]
-        summary = (inspect.getdoc(build) or "").partition("\n")[0]
-        rows.append({"builder": name, "summary": summary, "options": {each.name: each.default for each in options}})
+    rows = [{"builder": name, **builder_words(name)} for name in names()]
     print_rows(rows, as_json, options=lambda given: " ".join(f"{name}={value}" for name, value in given.items()) or "-")
+
+
+def builder_words(name: str) -> dict[str, Any]:
+    """What a builder makes, when to use it, and its options with their defaults."""
+    # One builder per file, called what it is registered as.
+    build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
+    summary, _, rest = (inspect.getdoc(build) or "").partition("\n")
+    use = next(
+        (line.removeprefix("Use it ").rstrip(".") for line in rest.split("\n") if line.startswith("Use it ")), ""
+    )
+    options = {each.name: each.default for each in list(inspect.signature(build).parameters.values())[2:]}
+    return {"use": use, "summary": summary, "options": options}
 
 
 def load_cluster(text: str) -> "ClusterSpec":

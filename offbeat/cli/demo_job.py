@@ -1,4 +1,4 @@
-"""The training job of `offbeat demo`: the same steps with DDP and with Offbeat, in turn → times and losses.
+"""The training jobs of `offbeat demo` and `tour`: the same steps with DDP and with Offbeat, in turn → times and losses.
 
 Runs once per rank in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), like any script of a user.
 """
@@ -46,18 +46,21 @@ class Replica:
         dist.barrier()
         seconds = []
         for _ in range(untimed + timed):
-            batch = batches[len(self.losses) % len(batches)]
             begin = time.perf_counter()
-            self.optimizer.zero_grad()
-            loss = self.model(*batch)
-            loss.backward()
-            self.optimizer.step()
-            self.losses.append(loss.item())
+            self.step(batches)
             seconds.append(time.perf_counter() - begin)
         if timed:
             self.seconds.append(seconds[untimed:])
         flush: Callable[[], None] = getattr(self.model, "flush", lambda: None)
         flush()
+
+    def step(self, batches: list[Any]) -> None:
+        batch = batches[len(self.losses) % len(batches)]
+        self.optimizer.zero_grad()
+        loss = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
 
 
 def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
@@ -87,6 +90,41 @@ def train(model: str, scale: float, batch: int, options: dict[str, Any], steps: 
     dist.barrier()
     dist.destroy_process_group()
     return {**result, **described, "network_seconds": network, "best_bucket_mb": bucket, "settling_steps": settled}
+
+
+def record(model: str, scale: float, batch: int, options: dict[str, Any], steps: int, folder: str) -> None:
+    """Records steps of DDP into a folder."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    torch.manual_seed(dist.get_rank())
+    module, inputs = zoo.build(model, scale, batch, **options)
+    job = _with_ddp(module, None)
+    job.train([inputs], untimed=2 * WARM_UP_STEPS, timed=0)
+    with offbeat.Recorder(folder) as recorder:
+        for _ in range(steps):
+            job.step([inputs])
+            recorder.step()
+    dist.destroy_process_group()
+
+
+def compare(
+    model: str, scale: float, batch: int, options: dict[str, Any], steps: int, rounds: int, strategy: str
+) -> dict[str, list[float]]:
+    """Median seconds of each round of steps on this rank, with DDP and with a strategy in turn."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    torch.manual_seed(dist.get_rank())
+    module, inputs = zoo.build(model, scale, batch, **options)
+    jobs = {"ddp": _with_ddp(module, None), "offbeat": Replica(zoo.build(model, scale, batch, **options)[0])}
+    tuned = jobs["offbeat"]
+    offbeat.distribute(tuned.model, tuned.optimizer, strategy=strategy, timeout=TIMEOUT)
+    for job in jobs.values():
+        # The engine measures its order under load in its first ten steps.
+        job.train([inputs], untimed=12, timed=0)
+    for _ in range(rounds):
+        for job in jobs.values():
+            job.train([inputs], untimed=FILLING_STEPS, timed=steps)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {name: [median(each) for each in job.seconds] for name, job in jobs.items()}
 
 
 def _settle(job: Replica, batches: list[Any]) -> int:

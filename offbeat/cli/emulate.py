@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import SCRIPT_SETTINGS, Json, Script, app
 from offbeat.cli.show import exit_if_failed, print_json, stdout_to_stderr
 from offbeat.errors import OffbeatError
 from offbeat.launch import Job, Shown, job_exit_code
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from offbeat.emulate import Emulation
 
 
-@app.command(epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s -- train.py --steps 10")
+@app.command(
+    epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s train.py --steps 10; a program goes behind '--'",
+    context_settings=SCRIPT_SETTINGS,
+)
 def emulate(
-    script: Annotated[list[str], Argument(metavar="-- SCRIPT [ARGS]...", help="The training script.")],
+    script: Script,
     hosts: Annotated[int, Option(min=1, help="Emulated hosts.")] = 2,
     bandwidth: Annotated[str, Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
     ranks_per_host: Annotated[int, Option(min=1, help="Processes on each host.")] = 1,

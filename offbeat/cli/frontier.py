@@ -32,7 +32,7 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
     devices: Annotated[int | None, Option(min=1, help="Use only this many devices, the first ones.")] = None,
     scale: Scale = None,
-    plot: Annotated[Path | None, Option(help="Draw the frontier as SVG here.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the frontier here, as .svg or .html.")] = None,
     output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,17 +79,19 @@ def _one(found: "ModelFrontier", fewest: bool, limit: str | int, output: Path | 
         point = found.point_within(limit)
     if output is not None and point.strategy is not None:
         point.strategy.save(output)
-    print_facts({"devices": devices, **_facts(point)}, as_json)
+    print_facts({**found.about, "devices": devices, **_facts(point)}, as_json)
 
 
 def _all(found: "ModelFrontier", as_json: bool) -> None:
     turning = found.turning_point
     rows = [{**_facts(point), "turning_point": point is turning} for point in found.points]
     if as_json:
-        print_json({"devices": found.devices, "points": rows, "notes": list(found.notes)})
+        print_json({**found.about, "points": rows, "notes": list(found.notes)})
         return
     step = max(1, math.ceil(len(rows) / _SHOWN))
     shown = [row for index, row in enumerate(rows) if index % step == 0 or row["turning_point"] or row is rows[-1]]
+    print_facts(found.about)
+    print()
     print_rows(shown, as_json=False)
     for note in dict.fromkeys(found.notes):
         print(note)

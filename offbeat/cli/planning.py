@@ -1,4 +1,4 @@
-"""offbeat plan: model + cluster + strategy → what one step sends and keeps."""
+"""offbeat plan and explain: model + cluster + strategy → what one step takes, sends and keeps, and why."""
 
 import importlib
 import json
@@ -8,11 +8,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
-from offbeat.cli.app import Cluster, Json, Model, SavedStrategy, Scale, app
-from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.show import print_facts, progress
+from offbeat.cli.app import (
+    Cluster,
+    Json,
+    Model,
+    SavedStrategy,
+    Scale,
+    app,
+    complete_cluster,
+    complete_model,
+    complete_strategy,
+)
+from offbeat.cli.catalogue import builder_words, load_cluster
+from offbeat.cli.show import print_facts, print_json, progress
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
@@ -25,14 +35,16 @@ if TYPE_CHECKING:
 def plan(
     model: Model,
     cluster: Cluster,
-    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.")] = "overlap",
+    strategy: Annotated[
+        str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.", autocompletion=complete_strategy)
+    ] = "overlap",
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
     rank: Annotated[int | None, Option(min=0, help="Derive this rank's part alone.")] = None,
     output: SavedStrategy = None,
     as_json: Json = False,
 ) -> None:
-    """Lower a strategy for a model on a cluster and show what it sends."""
+    """Lower a strategy for a model on a cluster and show what a step takes, sends and keeps."""
     spec = load_cluster(cluster)
     options = _parse_options(option or ())
     loaded = read_strategy(strategy, options)
@@ -43,9 +55,57 @@ def plan(
 
         chosen = loaded.build(graph, spec) if isinstance(loaded, Recipe) else loaded
         lowered = lower(graph, spec, chosen, rank=rank)
+    facts = summarise(lowered)
+    if rank is None:
+        with progress("replaying"):
+            from offbeat.simulate import simulate
+
+            timeline = simulate(lowered)
+        facts["predicted_step_seconds"] = timeline.iteration_time
+        facts["predicted_peak_memory_bytes"] = max(timeline.peak_memory)
     if output is not None:
         chosen.save(output)
-    print_facts(summarise(lowered), as_json, parameters="{:,}".format)
+    print_facts(facts, as_json, parameters="{:,}".format)
+
+
+@app.command(epilog="Example: offbeat explain strategy.json --model resnet50 --cluster B7")
+def explain(
+    strategy: Annotated[
+        str, Argument(metavar="BUILDER|FILE", help="A strategy file or a builder.", autocompletion=complete_strategy)
+    ],
+    model: Annotated[
+        str | None, Option(help="A zoo model or pkg.mod:function, for what it gains.", autocompletion=complete_model)
+    ] = None,
+    cluster: Annotated[
+        str | None, Option(metavar="NAME|FILE", help="Where that model runs.", autocompletion=complete_cluster)
+    ] = None,
+    scale: Scale = None,
+    as_json: Json = False,
+) -> None:
+    """Say in words what a strategy does and, with a model and a cluster, what it gains and which decisions matter."""
+    from offbeat.strategy import Recipe, describe
+
+    found = read_strategy(strategy)
+    if (model is None) != (cluster is None):
+        raise OffbeatError(f"--{'cluster' if cluster is None else 'model'}: a gain needs both a model and a cluster")
+    if model is None or cluster is None:
+        words = (builder_words(found.builder)["summary"],) if isinstance(found, Recipe) else describe(found)
+        name, made_for = (found.builder, "") if isinstance(found, Recipe) else (found.name, found.model)
+        if as_json:
+            print_json({"strategy": name, "model": made_for, "words": list(words)})
+        else:
+            print("\n".join([f"{name}, made for {made_for or 'any model'}:", *(f"- {each}" for each in words)]))
+        return
+    spec, graph = load_cluster(cluster), capture_model(model, scale)
+    with progress("replaying the strategy, and without each of its decisions"):
+        from offbeat.search.explain import explain as explained
+
+        made = found.build(graph, spec) if isinstance(found, Recipe) else found
+        gains, words = explained(made, graph, spec), describe(made)
+    if as_json:
+        print_json(gains.to_dict() | {"words": list(words)})
+    else:
+        print("\n".join([gains.text(), "What it does:", *(f"- {each}" for each in words)]))
 
 
 def capture_model(text: str, scale: float | None) -> "ModelGraph":

@@ -4,21 +4,17 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from offbeat import units
-from offbeat.cli.app import Json, Ranks, Timeout, Trace, app
+from offbeat.cli.app import SCRIPT_SETTINGS, Json, Ranks, Script, Timeout, Trace, app
 from offbeat.cli.show import exit_if_failed, print_facts, print_json, progress, require_folder, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 
-@app.command(
-    epilog="Example: offbeat profile train.py -o trace/ -n 4 -- --epochs 1",
-    # What this command does not know goes to the script, and so does everything behind '--'.
-    context_settings={"ignore_unknown_options": True},
-)
+@app.command(epilog="Example: offbeat profile train.py -o trace/ -n 4 -- --epochs 1", context_settings=SCRIPT_SETTINGS)
 def profile(
-    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="The training script, unmodified.")],
+    script: Script,
     output: Annotated[Path, Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
     ranks: Ranks = 1,
     steps: Annotated[int, Option(min=1, help="Steps to record.")] = 20,
@@ -80,11 +76,13 @@ def replay(
         measured = recorded if isinstance(recorded, Timeline) else recorded.timeline
         same, _ = predict(recorded, ())
         result, words = predict(recorded, changes) if changes else (same, "")
-        diagnosis = diagnose(measured if measured.marks.size else result)
-        predicted = diagnose(result) if changes else None
+        diagnosis = diagnose(measured if measured.marks.size else same)
+        measured_seconds = diagnosis.step_seconds
+        # Predictions are relative to the step that was measured, as on the pages.
+        scale = measured_seconds / same.iteration_time
+        predicted = diagnose(result.scaled(scale)) if changes else None
     if output is not None:
         result.save(output)
-    measured_seconds = measured.iteration_time if measured.marks.size else same.iteration_time
     facts: dict[str, Any] = {
         "trace": str(trace),
         "ranks": len(measured.ranks),
@@ -95,14 +93,14 @@ def replay(
     if changes:
         facts |= {
             "what_if": words,
-            "predicted_step_seconds": result.iteration_time,
+            "predicted_step_seconds": scale * result.iteration_time,
             "speedup": same.iteration_time / result.iteration_time,
         }
     if as_json:
         content = facts | {"notes": list(measured.notes), "diagnosis": diagnosis.to_dict()}
         print_json(content | ({"predicted_diagnosis": predicted.to_dict()} if predicted else {}))
         return
-    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.3g}x".format)
+    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.2f}×".format)
     print()
     print((predicted or diagnosis).text())
 

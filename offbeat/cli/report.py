@@ -28,6 +28,7 @@ def report(
     strategy: Annotated[Path | None, Option(metavar="FILE", help="Another strategy to explain.")] = None,
     frontier: Annotated[Path | None, Option(metavar="FILE", help="A saved frontier to draw in the report.")] = None,
     predicted: Annotated[Path | None, Option(metavar="FILE", help="A predicted timeline to compare with.")] = None,
+    compare: Annotated[Path | None, Option(metavar="TRACE", help="Another recording, set beside this one.")] = None,
     title: Annotated[str, Option(help="What the page is called; the trace's name by default.")] = "",
     what_ifs: Annotated[bool, Option(help="Replay what would help most.")] = True,
     as_json: Json = False,
@@ -35,6 +36,7 @@ def report(
     """Write one HTML file, for any browser and offline: where the step goes, the timeline, and what would help."""
     require_folder(output, "report")
     with progress("reading the trace"):
+        from offbeat.profile.measure import Profile
         from offbeat.profile.source import load_recording
         from offbeat.search.frontier.model import Frontier
         from offbeat.strategy import Strategy
@@ -47,6 +49,8 @@ def report(
             "frontier": Frontier.load(frontier) if frontier else None,
             "predicted": Timeline.load(predicted) if predicted else None,
             "what_ifs": what_ifs,
+            "trace": str(trace) if isinstance(recording, Profile) else "",
+            "compare": (_name(compare, trace), load_recording(compare)) if compare else None,
         }
     with progress("replaying what would help"):
         from offbeat.report import write_report
@@ -55,7 +59,7 @@ def report(
     if as_json:
         print_json({"output": str(output), "output_bytes": output.stat().st_size, **made.to_dict()})
         return
-    best = made.help.rows[0] if made.help and made.help.rows else None
+    best = (made.help.free or made.help.rows[0]) if made.help and made.help.rows else None
     print_facts(
         {
             "report": str(output),
@@ -67,7 +71,12 @@ def report(
         }
     )
     print()
-    print(made.headline)
+    print("\n".join([made.headline, *(f"    {command}" for command in made.commands)]))
+
+
+def _name(other: Path, trace: Path) -> str:
+    """What another recording is called: its folder, or the whole path where both folders have one name."""
+    return other.resolve().name if other.resolve().name != trace.resolve().name else str(other)
 
 
 @app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")

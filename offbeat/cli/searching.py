@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import Json, Ranks, SavedStrategy, Scale, Timeout, app
+from offbeat.cli.app import (
+    SCRIPT_SETTINGS,
+    Json,
+    Ranks,
+    SavedStrategy,
+    Scale,
+    Script,
+    Timeout,
+    app,
+    complete_cluster,
+    complete_model,
+    complete_strategy,
+)
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model, read_strategy
 from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
@@ -18,10 +30,16 @@ from offbeat.errors import OffbeatError
 def optimize(
     source: Annotated[
         str,
-        Argument(help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function."),
+        Argument(
+            help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function.",
+            autocompletion=complete_model,
+        ),
     ],
     output: SavedStrategy = None,
-    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.")] = None,
+    cluster: Annotated[
+        str | None,
+        Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.", autocompletion=complete_cluster),
+    ] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB, or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
@@ -35,8 +53,8 @@ def optimize(
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
-    graph, spec, costs, named, notes = _job(source, cluster, scale, workers, model)
-    with progress("searching"):
+    graph, spec, costs, named, notes, measured = _job(source, cluster, scale, workers, model)
+    with progress("searching", time_limit):
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
         from offbeat.search.optimize import recommend
@@ -52,7 +70,7 @@ def optimize(
                 "the traces do not name the model's parameters, so only a builder is recommended: "
                 f"{' '.join((recipe.builder, *options))}; --model gives them names"
             )
-        explanation = explain(best, graph, spec, costs)
+        explanation = explain(best, graph, spec, costs, **measured)
         code = "" if best.fsdp is None else torch_code(best)
     if output is not None:
         (recipe or best).save(output)
@@ -68,17 +86,18 @@ def optimize(
 
 
 @app.command(
-    epilog="Example: offbeat run --strategy strategy.json -n 4 train.py -- --epochs 1",
-    context_settings={"ignore_unknown_options": True},
+    epilog="Example: offbeat run --strategy strategy.json -n 4 train.py -- --epochs 1", context_settings=SCRIPT_SETTINGS
 )
 def run(
-    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="A script that calls distribute().")],
-    strategy: Annotated[str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.")] = "auto",
+    script: Script,
+    strategy: Annotated[
+        str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.", autocompletion=complete_strategy)
+    ] = "auto",
     ranks: Ranks = 1,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a training script, here or (under torchrun) as a rank of a job, with a strategy in the place of 'auto'."""
+    """Run a script that calls distribute(), here or (under torchrun) as a rank, with a strategy in place of 'auto'."""
     from offbeat.profile.launch import inside_job, require_script, run_script
 
     require_script(script[0])
@@ -110,15 +129,16 @@ def run(
 
 def _job(
     source: str, cluster: str | None, scale: float | None, workers: int | None, model: str | None
-) -> tuple[Any, Any, Any, bool, list[str]]:
-    """(graph, cluster, costs, whether variables have the model's names, notes) of a recording or of a model."""
+) -> tuple[Any, Any, Any, bool, list[str], dict[str, Any]]:
+    """(graph, cluster, costs, whether variables have the model's names, notes, what was measured) of a recording or of
+    a model."""
     if not Path(source).is_dir():
         if cluster is None:
             raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
         if workers is not None or model is not None:
             raise OffbeatError(f"--{'model' if workers is None else 'workers'}: {source!r} is no recorded folder")
         spec = load_cluster(cluster)
-        return capture_model(source, scale), spec, None, True, []
+        return capture_model(source, scale), spec, None, True, [], {}
     recorded = any(Path(source).glob("rank*.jsonl"))
     if recorded and model is not None:
         raise OffbeatError(f"--model: the recording {source!r} has the names of its own model")
@@ -126,7 +146,7 @@ def _job(
     with progress("reading the traces"):
         from offbeat.profile.ddp_trace import load_ddp_profile
         from offbeat.profile.measure import load_profile
-        from offbeat.profile.whatif import resized
+        from offbeat.profile.whatif import plan_known, replay_scale, resized
 
         profile, named = (load_profile(source), True) if recorded else load_ddp_profile(Path(source), workers, graph)
     spec, costs = load_cluster(cluster) if cluster else profile.cluster, profile.costs
@@ -137,4 +157,7 @@ def _job(
             notes.append(
                 f"the job had {before} ranks; what collectives of {workers} take follows from a ring's formulas"
             )
-    return profile.graph, spec, costs, named, notes
+    measured: dict[str, Any] = {"scale": replay_scale(profile)} if plan_known(profile) else {}
+    if measured and spec is profile.cluster:
+        measured["ran"] = profile.strategy, profile.step_seconds
+    return profile.graph, spec, costs, named, notes, measured

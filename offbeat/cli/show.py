@@ -1,10 +1,11 @@
 """Plain values → JSON, or tables and facts on a terminal, a pipe or a file."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,25 @@ def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Form
     _print(table)
 
 
-def progress(what: str) -> AbstractContextManager[object]:
-    """A spinner while the block runs, if stderr is a terminal."""
+@contextmanager
+def progress(what: str, most_seconds: float | None = None) -> Generator[None, None, None]:
+    """While the block runs, the seconds since it began and, of work with a limit, those left; on a terminal only."""
     if not sys.stderr.isatty():
-        return nullcontext()
+        yield
+        return
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task
+    from rich.text import Text
 
-    return Console(stderr=True, markup=False).status(what)
+    class Seconds(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            passed = task.elapsed or 0.0
+            left = "" if most_seconds is None else f", at most {max(0, math.ceil(most_seconds - passed))} s left"
+            return Text(f"{task.description}: {passed:.0f} s{left}")
+
+    with Progress(SpinnerColumn(), Seconds(), console=Console(stderr=True), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def tune(
         )
     if result.best is not None:
         result.strategy.save(output)
-    print_facts(summarise(result, output), as_json)
+    print_facts(summarise(result, output), as_json, speedup_over_ddp="{:.2f}×".format)
     if result.best is None:
         raise OffbeatError(f"none of the {len(result.trials)} trials came to its end; `offbeat trials` shows why")
     if result.interrupted:
@@ -122,16 +122,17 @@ def trials(
 
 def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:
     """The result of a search as plain values."""
-    best, baseline = result.best, result.baseline_seconds
+    best = result.best
     seconds = None if best is None else best.seconds
+    ddp = min((each.seconds for each in result.trials if each.strategy.name == "ddp" and each.seconds), default=None)
     return {
         "search": result.search,
         "trials": len(result.trials),
         "statuses": dict(Counter(trial.status for trial in result.trials)),
         "best_seconds": seconds,
         "predicted_seconds": None if best is None else best.predicted_seconds,
-        "best_builder_seconds": baseline,
-        "speedup_over_best_builder": None if not (seconds and baseline) else baseline / seconds,
+        "ddp_seconds": ddp,
+        "speedup_over_ddp": None if not (seconds and ddp) else ddp / seconds,
         "hit_rate": None if math.isnan(result.hit_rate) else result.hit_rate,
         "ranking_accuracy": None if math.isnan(result.accuracy) else result.accuracy,
         "interrupted": result.interrupted,

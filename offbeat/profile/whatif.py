@@ -9,6 +9,7 @@ it puts in (`sent_per_byte`, 2(w−1)/w for all-reduce) and the messages that fo
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,7 @@ _WORDS |= {
     "compute": "{0.factor:g}x as fast computing",
 }
 MOST_WORKERS = 100_000
+_MESSAGE = re.compile(r"(?:update )?m(\d+)(?:\.(\w+\[.*\]))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,32 @@ def what_if(profile: Profile | Timeline, changes: Iterable[Change | str]) -> tup
         if profile.synchronisations > 1:
             why = f"the job synchronises {profile.synchronisations} times a step, which no plan does"
         return _replayed(profile.timeline, parsed, f"{why}; add strategy=BUILDER"), words
-    return simulate(*changed(profile, parsed), memory=False), words
+    plan, costs = changed(profile, parsed)
+    return with_tensor_names(simulate(plan, costs, memory=False), plan), words
+
+
+def with_tensor_names(timeline: Timeline, plan: Plan) -> Timeline:
+    """The timeline with the variables of each message in the place of its number."""
+
+    def named(name: str) -> str:
+        found = _MESSAGE.fullmatch(name)
+        if found is None or int(found[1]) >= len(plan.messages):
+            return name
+        held = plan.messages[int(found[1])].variables
+        more = f" to {held[-1]} ({len(held)} tensors)" if len(held) > 1 else ""
+        return f"{found[2] or 'update'} of {held[0]}{more}"
+
+    return replace(timeline, names=tuple(map(named, timeline.names)))
+
+
+def replay_scale(recording: Profile | Timeline) -> float:
+    """The measured step over its replay: predicted seconds are multiplied by it, so that gains are relative to the step
+    that was measured."""
+    timeline = recording if isinstance(recording, Timeline) else recording.timeline
+    if not timeline.marks.size or timeline.source == "predicted":
+        return 1.0
+    replayed = what_if(recording, ())[0].iteration_time
+    return timeline.iteration_time / replayed if replayed else 1.0
 
 
 def plan_known(profile: Profile) -> bool:

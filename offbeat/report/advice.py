@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
-from offbeat.profile.whatif import changed, plan_known, what_if
+from offbeat.profile.whatif import changed, plan_known, replay_scale, what_if
 from offbeat.report.steps import TimelineSteps
 from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
@@ -33,6 +33,8 @@ _LEVELS = (
     ("Links within nodes with twice the bandwidth", "intra_bandwidth=2x"),
 )
 _DEVICES = ("Devices that compute twice as fast", "compute=2x")
+_WORTHWHILE = 1.01
+"""A speed-up below this is not worth a change."""
 
 Predict = Callable[[], float]
 
@@ -44,6 +46,8 @@ class Advice:
     label: str
     about: str
     seconds: float
+    free: bool = False
+    """Whether it needs neither other hardware nor rounded gradients: another strategy."""
 
     def speedup(self, base_seconds: float) -> float:
         """1.25 means that the recorded step is 1.25 times as long."""
@@ -55,11 +59,17 @@ class WhatIfs:
     """Changes, the one with the shortest step first, and the strategies that search found."""
 
     base_seconds: float
-    """The recorded step, replayed in the same way."""
+    """The step that was measured; predictions are relative to it."""
     rows: tuple[Advice, ...]
     best: Candidate | None
     """The best strategy that search has found."""
     notes: tuple[str, ...]
+
+    @property
+    def free(self) -> Advice | None:
+        """The free change that helps most, if one does."""
+        found = next((row for row in self.rows if row.free), None)
+        return found if found and found.speedup(self.base_seconds) >= _WORTHWHILE else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -75,7 +85,7 @@ def what_would_help(recording: Profile | Timeline, diagnosis: Diagnosis) -> What
 
 
 def _of_plan(profile: Profile) -> WhatIfs:
-    base = _step(profile)
+    scale = replay_scale(profile)
     tried: list[tuple[str, str, Predict]] = []
     if profile.cluster.world_size > 1:
         both = 1 < len(profile.cluster.nodes) < profile.cluster.world_size
@@ -88,11 +98,11 @@ def _of_plan(profile: Profile) -> WhatIfs:
     if slower:
         about = "computing as fast as the median of the ranks"
         tried.append((f"No straggler ({name_ranks(slower)})", about, partial(_without_stragglers, profile)))
-    rows, notes = _predicted(tried)
+    rows, notes = _predicted(tried, scale)
     found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
-    rows += [Advice(f"Strategy: {each.name}", "found by search", each.seconds) for each in found]
+    rows += [Advice(f"Strategy: {each.name}", "found by search", scale * each.seconds, free=True) for each in found]
     rows.sort(key=lambda row: row.seconds)
-    return WhatIfs(base, tuple(rows), found[0] if found else None, tuple(notes))
+    return WhatIfs(profile.step_seconds, tuple(rows), found[0] if found else None, tuple(notes))
 
 
 def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
@@ -109,13 +119,13 @@ def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
         change = f"straggler={straggler.rank}:{(own - straggler.seconds) / own:.6g}x"
         label = f"No straggler ({name_ranks([straggler.rank])})"
         tried.append((label, "computing as fast as the median of the others", partial(_step, part, change)))
-    rows, notes = _predicted(tried)
+    rows, notes = _predicted(tried, replay_scale(part) * timeline.iteration_time / part.iteration_time)
     rows.sort(key=lambda row: row.seconds)
     kept = part.marks.shape[1] - 1
     if kept < len(steps):
         notes.append(f"what-ifs are replays of the last {kept} of {len(steps)} steps")
     notes.append("the trace does not tell the job's plan, so other strategies and encodings cannot be replayed")
-    return WhatIfs(_step(part), tuple(rows), None, tuple(notes))
+    return WhatIfs(timeline.iteration_time, tuple(rows), None, tuple(notes))
 
 
 def _step(recording: Profile | Timeline, *changes: str) -> float:
@@ -142,11 +152,11 @@ def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _predicted(tried: list[tuple[str, str, Predict]]) -> tuple[list[Advice], list[str]]:
+def _predicted(tried: list[tuple[str, str, Predict]], scale: float) -> tuple[list[Advice], list[str]]:
     rows, notes = [], []
     for label, about, predict in tried:
         try:
-            rows.append(Advice(label, about, predict()))
+            rows.append(Advice(label, about, scale * predict()))
         except OffbeatError as error:
             notes.append(f"{label}: it could not be replayed: {error}")
     return rows, notes

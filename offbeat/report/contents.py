@@ -1,19 +1,20 @@
 """A Profile or Timeline → Report: every number and picture that the page shows."""
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
-from offbeat.profile.whatif import plan_known, what_if
+from offbeat.profile.whatif import plan_known, replay_scale, what_if
 from offbeat.report.advice import WhatIfs, what_would_help
 from offbeat.report.steps import PARTS, TimelineSteps, parts_of, with_marks
 from offbeat.search.explain import Explanation, explain
 from offbeat.search.frontier.model import Frontier
 from offbeat.strategy import Strategy
 from offbeat.timeline import Timeline
-from offbeat.timeline.diagnosis import Diagnosis, diagnose
-from offbeat.units import format_seconds
+from offbeat.timeline.diagnosis import IDLE, Diagnosis, diagnose
+from offbeat.units import format_seconds, format_speedup
 
 MOST_STEPS_IN_PARTS = 200
 """For longer recordings only the length of each step is shown, not its parts."""
@@ -48,6 +49,19 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Other:
+    """Another recording, beside which this one is set."""
+
+    title: str
+    timeline: Timeline
+    diagnosis: Diagnosis
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"title": self.title, "step_seconds": self.diagnosis.step_seconds, "parts": parts_of(self.diagnosis)}
+
+
+@dataclass(frozen=True)
 class Report:
     """What a report says. Times are seconds per step."""
 
@@ -68,12 +82,36 @@ class Report:
     """Of the strategy that ran, and of the given or else the best one found."""
     strategy_given: bool
     frontier: Frontier | None
+    trace: str
+    """Path of the recording, for commands to copy; empty where unknown."""
+    other: Other | None
     notes: tuple[str, ...]
 
     @property
     def parts(self) -> dict[str, float]:
         """Where a step goes: the mean over ranks and steps."""
         return parts_of(self.diagnosis)
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What makes the free change that helps most; empty if there is none, or for a trace without names."""
+        if self.help is None or self.help.free is None or not self.trace:
+            return ()
+        return (
+            f"offbeat optimize {shlex.quote(self.trace)} -o strategy.json",
+            'model, optimizer = offbeat.distribute(model, optimizer, strategy="strategy.json")',
+        )
+
+    @property
+    def versus(self) -> list[tuple[str, float, float]]:
+        """(what, here, in the other recording) in seconds: the step, the bound, then the step's parts."""
+        if self.other is None:
+            return []
+        theirs = parts_of(self.other.diagnosis)
+        bounds = self.diagnosis.ideal_seconds, self.other.diagnosis.ideal_seconds
+        rows = [("step", self.step_seconds, self.other.diagnosis.step_seconds)]
+        rows += [("bound", *bounds)] if None not in bounds else []  # type: ignore[list-item]
+        return rows + [(label, self.parts[key], theirs[key]) for key, label in PARTS.items()]
 
     @property
     def headline(self) -> str:
@@ -84,14 +122,18 @@ class Report:
         lost = max((key for key in PARTS if key != "compute"), key=lambda key: shares[key])
         if shares[lost] >= 0.01:
             text += f"; most of the rest, {shares[lost]:.0%} of the step, is {PARTS[lost]}"
-        best = self.help.rows[0] if self.help and self.help.rows else None
-        if self.help is None or best is None:
+        if lost == "idle" and self.diagnosis.idle_by_reason:
+            text += f" {IDLE[next(iter(self.diagnosis.idle_by_reason))]}"
+        rows = self.help.rows if self.help else ()
+        if self.help is None or not rows:
             return f"{text}."
-        gain = best.speedup(self.help.base_seconds) - 1
-        if gain < 0.01:
+        best = self.help.free or rows[0]
+        if best.speedup(self.step_seconds) < 1.01:
             return f"{text}. None of the changes that were replayed shortens it by more than 1%."
         words = best.label[0].lower() + best.label[1:]
-        return f"{text}. What would help most: {words}, {gain:.0%} faster ({format_seconds(best.seconds)} per step)."
+        helps = "What would help most for free" if best.free else "What would help most"
+        faster = format_speedup(self.step_seconds, best.seconds)
+        return f"{text}. {helps}: {words}, predicted {faster} ({format_seconds(best.seconds)} per step)."
 
     def to_dict(self) -> dict[str, Any]:
         """Every number of the page, ready for JSON."""
@@ -118,6 +160,8 @@ class Report:
             "what_ifs": self.help.to_dict() if self.help else None,
             "strategies": [explanation.to_dict() for explanation in self.explanations],
             "frontier": frontier or None,
+            "commands": list(self.commands),
+            "compared_with": self.other.to_dict() if self.other else None,
             "notes": list(self.notes),
         }
 
@@ -130,11 +174,13 @@ def make_report(
     strategy: Strategy | None = None,
     frontier: Frontier | None = None,
     what_ifs: bool = True,
+    trace: str = "",
+    compare: tuple[str, Profile | Timeline] | None = None,
 ) -> Report:
     """Diagnoses, compares, and replays what-ifs, unless `what_ifs` is off.
 
     `predicted` is set beside a measured Timeline; a Profile is replayed for that. `strategy` is explained beside the
-    recorded one.
+    recorded one, and `compare` is the name of another recording and the recording.
     """
     profile = recording if isinstance(recording, Profile) else None
     timeline = with_marks(recording.timeline if isinstance(recording, Profile) else recording)
@@ -164,8 +210,17 @@ def make_report(
         explanations=explanations,
         strategy_given=strategy is not None,
         frontier=frontier if frontier and frontier.points else None,
+        trace=trace,
+        other=None if compare is None else _other(*compare),
         notes=tuple(notes),
     )
+
+
+def _other(title: str, recording: Profile | Timeline) -> Other:
+    timeline = with_marks(recording.timeline if isinstance(recording, Profile) else recording)
+    if not len(timeline):
+        raise OffbeatError(f"{title}: the trace has no spans, so there is nothing to compare with")
+    return Other(title, timeline, diagnose(timeline))
 
 
 def _step_parts(timeline: Timeline) -> tuple[dict[str, float], ...]:
@@ -200,7 +255,7 @@ def _explained(
     """Explains the strategy that ran and the given or best one; also notes on what could not be explained."""
     if profile is None or not plan_known(profile) or profile.cluster.world_size == 1:
         return (), []
-    asked = [profile.strategy]
+    asked, scale = [profile.strategy], replay_scale(profile)
     if strategy is not None:
         asked.append(strategy.model_copy(update={"graph": "", "cluster": ""}))
     elif helped is not None and helped.best is not None:
@@ -208,7 +263,8 @@ def _explained(
     found, notes = [], []
     for each in asked:
         try:
-            found.append(explain(each, profile.graph, profile.cluster, profile.costs))
+            ran = profile.strategy, profile.step_seconds
+            found.append(explain(each, profile.graph, profile.cluster, profile.costs, ran=ran, scale=scale))
         except OffbeatError as error:
             notes.append(f"strategy {each.name!r} is not explained: {error}")
     return tuple(found), notes

@@ -7,7 +7,6 @@ requested separately: memory, the other strategies one by one, and the search fo
 
 import base64
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
+from offbeat.cluster.devices import find_device
 from offbeat.cost.measured import Costs
 from offbeat.cost.memory import MemoryEstimate, peak_memory
 from offbeat.errors import OffbeatError
@@ -26,9 +26,18 @@ from offbeat.plan import Plan, lower
 from offbeat.profile.measure import Profile
 from offbeat.profile.plans import ANYWHERE
 from offbeat.profile.source import load_recording
-from offbeat.profile.whatif import WIRES, Change, changed, plan_known, resized, what_if, with_workers
+from offbeat.profile.whatif import (
+    WIRES,
+    Change,
+    changed,
+    plan_known,
+    resized,
+    what_if,
+    with_tensor_names,
+    with_workers,
+)
 from offbeat.report.scene import pack_timeline
-from offbeat.report.steps import PARTS, TimelineSteps, parts_of, rank_parts, with_marks
+from offbeat.report.steps import PARTS, TimelineSteps, parts_of, rank_rows, with_marks
 from offbeat.search.optimize import search
 from offbeat.simulate import step_seconds
 from offbeat.simulate.predict import BARRIER_STEPS, DEFERRED_STEPS, simulate
@@ -36,7 +45,7 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
 from offbeat.strategy.model import SERVERS
 from offbeat.timeline import KINDS, Timeline
-from offbeat.timeline.diagnosis import RankTime, diagnose, name_ranks, short_name
+from offbeat.timeline.diagnosis import IDLE, diagnose, name_ranks, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
@@ -111,7 +120,12 @@ class Session:
         self._found: list[tuple[Strategy, int]] = []
         """The strategy that each search has found, and for how many workers."""
         self._plan_of = lru_cache(_REMEMBERED_PLANS)(self._make_plan)
-        self.base_seconds = self._timeline(self._checked(State())).iteration_time
+        self.scale = 1.0
+        """The measured step over its replay, with which every prediction is multiplied."""
+        self.replayed_seconds = self._timeline(self._checked(State())).iteration_time
+        self.base_seconds = self.measured_seconds or self.replayed_seconds
+        self.scale = self.base_seconds / self.replayed_seconds if self.replayed_seconds else 1.0
+        self._recorded = None if self.measured_seconds is None else diagnose(with_marks(whole))
 
     @classmethod
     def of_recording(cls, path: str | Path) -> "Session":
@@ -145,7 +159,9 @@ class Session:
             "latency_seconds": node.latency if node else None,
             "measured_seconds": self.measured_seconds,
             "base_seconds": self.base_seconds,
+            "replayed_seconds": self.replayed_seconds,
             "parts": list(PARTS),
+            "idle": IDLE,
             "memory_parts": _MEMORY_PARTS,
             "notes": list(self.notes[:8]),
         }
@@ -154,19 +170,23 @@ class Session:
         """The changed step: its time, parts and lower bound, and the timeline to draw."""
         begun = time.perf_counter()
         state = self._checked(state)
-        timeline = self._timeline(state)
-        diagnosis = diagnose(timeline)
-        seconds = timeline.iteration_time
+        # Nothing changed: what was measured, as in the report.
+        recorded = None if state.changes() else self._recorded
+        timeline = self.timeline if recorded else self._timeline(state)
+        diagnosis = recorded or diagnose(timeline)
+        seconds = diagnosis.step_seconds
         bounds = ("compute_seconds", "network_seconds")
         longest = {bound: max(getattr(rank, bound) for rank in diagnosis.ranks) for bound in bounds}
         return {
             "words": ", ".join(map(str, state.changes())) or f"as {'captured' if self.captured else 'recorded'}",
+            "measured": recorded is not None,
             "step_seconds": seconds,
             "base_seconds": self.base_seconds,
             "speedup": self.base_seconds / seconds if seconds else 1.0,
             "mean": parts_of(diagnosis),
+            "idle": diagnosis.idle_by_reason,
             "hidden_seconds": diagnosis.mean("overlap_seconds"),
-            "ranks": _rank_rows(diagnosis.ranks),
+            "ranks": rank_rows(diagnosis.ranks),
             "bound": None if diagnosis.ideal_seconds is None else {"seconds": diagnosis.ideal_seconds, **longest},
             "straggler": None if diagnosis.straggler is None else diagnosis.straggler.rank,
             "blame": [
@@ -188,7 +208,9 @@ class Session:
         rows = []
         for ranks in find_roles(plan, {}).ranks:
             estimate = peak_memory(plan, ranks[0])
-            limit = plan.cluster.device_of(ranks[0]).memory
+            node = plan.cluster.device_of(ranks[0])
+            # Of a recorded job's device nothing but its name is known.
+            limit = node.memory if self.captured or find_device(node.device) else None
             row = {"label": name_ranks(ranks), "total_bytes": estimate.total, "limit_bytes": limit}
             rows.append(row | {"bytes": {part: getattr(estimate, part) for part in _MEMORY_PARTS}})
         known = any(operator.activation_bytes for operator in plan.graph.operators)
@@ -198,7 +220,12 @@ class Session:
         """The step time of the state's strategy alone, for the ranking."""
         state = self._checked(state)
         planned = self._planned(state)
-        seconds = step_seconds(*self._plan(state)) if planned else self._timeline(state).iteration_time
+        if not state.changes():
+            seconds = self.base_seconds
+        elif planned:
+            seconds = self.scale * step_seconds(*self._plan(state))
+        else:
+            seconds = self._timeline(state).iteration_time
         return {"strategy": state.strategy, "step_seconds": seconds}
 
     def search(self, state: State) -> dict[str, Any]:
@@ -211,7 +238,16 @@ class Session:
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
         self._found.append((best.strategy, plan.cluster.world_size))
         words = ", ".join(map(str, here.changes())) or "as recorded"
-        return {"strategy": OPTIMISED, "step_seconds": best.seconds, "decisions": list(best.decisions), "for": words}
+        seconds = self.scale * best.seconds
+        return {"strategy": OPTIMISED, "step_seconds": seconds, "decisions": list(best.decisions), "for": words}
+
+    def strategy(self, state: State) -> dict[str, Any]:
+        """The state's strategy as a file that `offbeat run --strategy` and `distribute` take."""
+        state = self._checked(state)
+        if not self._planned(state):
+            raise OffbeatError("strategy: the recording does not tell the job's plan; choose a strategy first")
+        made = self._plan(state)[0].strategy
+        return {"file": f"{state.strategy}.json", "content": made.to_json()}
 
     def _checked(self, state: State) -> State:
         """The state without values that equal the recording; OffbeatError if it cannot be replayed."""
@@ -263,11 +299,12 @@ class Session:
 
     def _timeline(self, state: State) -> Timeline:
         if not self._planned(state):
-            return what_if(self.timeline, state.changes())[0]
+            return what_if(self.timeline, state.changes())[0].scaled(self.scale)
         plan, costs = self._plan(state)
         # With a barrier all steps are alike; where servers keep ranks from folding, further steps would take too long.
         steps = DEFERRED_STEPS if any(message.owner is not None for message in plan.messages) else None
-        return simulate(plan, costs, memory=False, steps=BARRIER_STEPS if plan.mode == "barrier" else steps)
+        steps = BARRIER_STEPS if plan.mode == "barrier" else steps
+        return with_tensor_names(simulate(plan, costs, memory=False, steps=steps), plan).scaled(self.scale)
 
     def _plan(self, state: State) -> tuple[Plan, Costs]:
         """The plan and the costs of the changed job; those of the last states are remembered."""
@@ -320,11 +357,3 @@ def _last_steps(timeline: Timeline) -> Timeline:
 
 def _parts_on_servers(strategy: Strategy) -> int:
     return sum(shard.synchronizer in SERVERS for config in strategy.variables.values() for shard in config.shards)
-
-
-def _rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
-    """Ranks that spend their step alike share a row."""
-    alike: dict[tuple[float, ...], list[RankTime]] = {}
-    for rank in ranks:
-        alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
-    return [{"label": name_ranks(one.rank for one in row), "values": rank_parts(row[0])} for row in alike.values()]

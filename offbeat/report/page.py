@@ -21,11 +21,11 @@ from offbeat import files
 from offbeat.profile.measure import Profile
 from offbeat.report.contents import Report, make_report
 from offbeat.report.scene import MOST_BYTES, pack_timeline
-from offbeat.report.steps import PARTS, rank_parts
+from offbeat.report.steps import PARTS, rank_rows
 from offbeat.search.frontier.picture import svg
 from offbeat.timeline import KINDS, Timeline
-from offbeat.timeline.diagnosis import short_name
-from offbeat.units import format_bytes, format_seconds
+from offbeat.timeline.diagnosis import IDLE, short_name
+from offbeat.units import format_bytes, format_seconds, format_speedup
 
 SCRIPTS = ("charts.js", "timeline.js", "report.js")
 _MOST_PREDICTED_BYTES = 2**20
@@ -51,10 +51,12 @@ def render(report: Report) -> str:
         report=report,
         diagnosis=report.diagnosis,
         part_names=PARTS,
+        idle=IDLE,
+        speedup=format_speedup,
         policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
-        frontier=Markup(svg(report.frontier, title="Memory and time of one training step") if report.frontier else ""),
+        frontier=Markup(svg(report.frontier) if report.frontier else ""),
         data=Markup(numbers),
         scenes=_scenes(report),
         comparison_rows=report.comparison.rows if report.comparison else [],
@@ -97,7 +99,7 @@ def _numbers(report: Report) -> dict[str, Any]:
         "mean": report.parts,
         "steps": list(report.steps),
         "step_parts": list(report.step_parts) or None,
-        "ranks": [{"label": f"rank {rank.rank}", "values": rank_parts(rank)} for rank in report.diagnosis.ranks],
+        "ranks": rank_rows(report.diagnosis.ranks),
         "base_seconds": what_ifs.base_seconds if what_ifs else 0.0,
         "what_ifs": [asdict(row) for row in what_ifs.rows] if what_ifs else [],
     }
@@ -105,8 +107,10 @@ def _numbers(report: Report) -> dict[str, Any]:
 
 def _scenes(report: Report) -> list[tuple[str, str]]:
     """(source, packed timeline in base64); what was recorded comes first."""
-    drawn = [(report.timeline.source, report.timeline, MOST_BYTES)]
+    drawn: list[tuple[str, Timeline, int]] = [(report.timeline.source, report.timeline, MOST_BYTES)]
     if report.comparison is not None:
         drawn.append(("predicted", report.comparison.predicted, _MOST_PREDICTED_BYTES))
+    if report.other is not None:
+        drawn.append((report.other.title, report.other.timeline, MOST_BYTES // 2))
     packed = [(source, pack_timeline(timeline, report.nodes, most)) for source, timeline, most in drawn]
     return [(source, base64.b64encode(content).decode()) for source, content in packed]

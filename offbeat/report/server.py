@@ -42,6 +42,7 @@ HEADERS = {
 }
 ASSETS = dict.fromkeys(("/style.css", "/live.css"), "text/css")
 ASSETS |= dict.fromkeys(("/charts.js", "/timeline.js", "/live.js"), "text/javascript")
+CALLS = ("about", "replay", "memory", "rank", "search", "strategy")
 _TOKEN_PLACE = "@TOKEN@"
 _CHECKED = ("Host", "Origin", "Sec-Fetch-Site", "Sec-Fetch-Mode", "Sec-Fetch-Dest")
 _CANNOT_LISTEN = {
@@ -65,7 +66,7 @@ class LiveServer(ThreadingHTTPServer):
         """Known to the user who started the server alone; it is in `url`, and in no reply but the page."""
         # One call of each kind at a time; a search, which takes seconds, holds up no replay.
         self.calls: dict[str, tuple[Callable[[State], Any], Lock]] = {
-            f"/api/{name}": (getattr(session, name), Lock()) for name in ("about", "replay", "memory", "rank", "search")
+            f"/api/{name}": (getattr(session, name), Lock()) for name in CALLS
         }
         try:
             super().__init__((HOST, port), Handler)

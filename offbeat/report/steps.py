@@ -1,13 +1,15 @@
 """Timeline → its steps: the spans under way in some of them, and the parts that a step consists of."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.timeline import Timeline
-from offbeat.timeline.diagnosis import Diagnosis, RankTime
+from offbeat.timeline.diagnosis import Diagnosis, RankTime, name_ranks
 
 PARTS = {
     "compute": "compute",
@@ -75,6 +77,14 @@ def with_marks(timeline: Timeline) -> Timeline:
 def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
     """Seconds of each part of a step: the mean over ranks and steps."""
     return {key: diagnosis.mean(f"{key}_seconds") for key in PARTS}
+
+
+def rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
+    """Ranks that spend their step alike share a row."""
+    alike: dict[tuple[float, ...], list[RankTime]] = {}
+    for rank in ranks:
+        alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
+    return [{"label": name_ranks(one.rank for one in row), "values": rank_parts(row[0])} for row in alike.values()]
 
 
 def rank_parts(rank: RankTime) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,11 @@ class Handle:
             f"{len(plan.messages)} messages, {size / 1e6:.1f} MB of gradients"
         )
         return "\n".join([first, *(f"step {each.step}: {each.what}" for each in self.history)])
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        first, *rest = map(escape, self.summary().splitlines())
+        return f"<b>{first}</b><ul>{''.join(f'<li>{each}</li>' for each in rest)}</ul>"
 
     def __repr__(self) -> str:
         return f"<offbeat: {self.summary().splitlines()[0]}>"

@@ -5,7 +5,6 @@ Each decision is undone on its own and the rest replayed; what the step loses is
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
@@ -19,10 +18,11 @@ from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import segment_seconds
 from offbeat.strategy import Encoder, FullyShard, Shard, Slice, Strategy, build_strategy
-from offbeat.units import format_bytes, format_seconds
+from offbeat.units import format_bytes, format_seconds, format_speedup
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
 """What a strategy is compared with, beside DDP."""
+_NAMES = {"ddp": "DDP"}
 _MATTERS = 1e-3
 """Share of the step below which a decision is not named in the text."""
 
@@ -50,6 +50,10 @@ class Explanation:
     compute_seconds: float
     network_seconds: float
     """Time for which the busiest link is taken."""
+    measured: bool
+    """Whether `step_seconds` was measured, because the strategy is the one that ran."""
+    recorded: bool
+    """Whether times are relative to a step that was measured."""
     decisions: tuple[Decision, ...]
     """The one that is worth most comes first."""
 
@@ -59,30 +63,37 @@ class Explanation:
         return max(self.compute_seconds, self.network_seconds)
 
     @property
-    def gain_over_ddp(self) -> float:
-        """0.25 means that DDP's step is 1.25 times as long."""
-        return self.ddp_seconds / self.step_seconds - 1 if self.step_seconds else 0.0
+    def speedup_over_ddp(self) -> float:
+        """1.25 means that DDP's step is 1.25 times as long."""
+        return self.ddp_seconds / self.step_seconds if self.step_seconds else 1.0
 
     @property
-    def gain_over_next(self) -> float:
-        return self.next_builder_seconds / self.step_seconds - 1 if self.step_seconds else 0.0
+    def speedup_over_next(self) -> float:
+        return self.next_builder_seconds / self.step_seconds if self.step_seconds else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        derived = ("bound_seconds", "gain_over_ddp", "gain_over_next")
+        derived = ("bound_seconds", "speedup_over_ddp", "speedup_over_next")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def text(self) -> str:
         """A few sentences for people."""
         limit = "the network" if self.network_seconds >= self.compute_seconds else "compute"
-        above = max(0.0, self.step_seconds / self.bound_seconds - 1) if self.bound_seconds else 0.0
-        lines = [
-            f"A step of {self.strategy!r} is predicted to take {format_seconds(self.step_seconds)}: "
-            f"{_percent(self.gain_over_ddp)} than DDP ({format_seconds(self.ddp_seconds)}), "
-            f"{_percent(self.gain_over_next)} than the next best builder, {self.next_builder!r} "
-            f"({format_seconds(self.next_builder_seconds)}).",
-            f"It is limited by {limit}, at {format_seconds(self.bound_seconds)}, and stays {above:.1%} above that.",
+        above = max(1.0, self.step_seconds / self.bound_seconds) if self.bound_seconds else 1.0
+        others = {self.next_builder: self.next_builder_seconds, "ddp": self.ddp_seconds}
+        compared = [
+            f"{format_speedup(seconds, self.step_seconds)} as {_NAMES.get(name, name)} ({format_seconds(seconds)})"
+            for name, seconds in reversed(others.items())
+            if name != self.strategy
         ]
+        lines = [
+            f"A step of {self.strategy!r} is {'measured at' if self.measured else 'predicted to take'} "
+            f"{format_seconds(self.step_seconds)}: {', '.join(compared)}."
+        ]
+        # Of a recorded job, the bound that was measured is shown elsewhere.
+        if not self.recorded:
+            busy = format_seconds(self.bound_seconds)
+            lines.append(f"Its limit is {limit}, which is busy for {busy}; the step takes {above:.2f}× that.")
         telling = [d for d in self.decisions if abs(d.worth_seconds) >= _MATTERS * self.step_seconds]
         lines += [f"- {each.what}: without it {format_seconds(each.without_seconds)}." for each in telling]
         if not telling:
@@ -90,13 +101,31 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, costs: Costs | None = None) -> Explanation:
-    """Replays the strategy, the builders, and the strategy with one decision undone at a time."""
+def explain(
+    strategy: Strategy,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    costs: Costs | None = None,
+    *,
+    ran: tuple[Strategy, float] | None = None,
+    scale: float = 1.0,
+) -> Explanation:
+    """Replays the strategy, the builders, and the strategy with one decision undone at a time.
+
+    `ran` is the strategy of a recorded job and its measured step; `scale` is that step over its replay, with which
+    every predicted time is multiplied.
+    """
     costs = costs or Costs()
-    predicted = partial(predict, graph, cluster, costs)
+
+    def predicted(other: Strategy) -> float:
+        return scale * predict(graph, cluster, costs, other)
+
     plan = lower(graph, cluster, strategy)
-    seconds = step_seconds(plan, costs)
+    measured = ran is not None and strategy == ran[0]
+    seconds = ran[1] if ran is not None and measured else scale * step_seconds(plan, costs)
     others = {name: predicted(build_strategy(name, graph, cluster)) for name in ("ddp", *BUILDERS)}
+    if ran is not None and ran[0].name == "ddp":
+        others["ddp"] = ran[1]
     nearest = min((name for name in others if name != strategy.name), key=lambda name: others[name])
     undone = [(name, what, predicted(changed)) for name, what, changed in _undone(strategy, plan, costs)]
     decisions = [Decision(name, what, without, without - seconds) for name, what, without in undone]
@@ -106,8 +135,10 @@ def explain(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec, costs: 
         ddp_seconds=others["ddp"],
         next_builder=nearest,
         next_builder_seconds=others[nearest],
-        compute_seconds=_compute_seconds(plan, costs),
-        network_seconds=network_seconds(plan, costs),
+        compute_seconds=scale * _compute_seconds(plan, costs),
+        network_seconds=scale * network_seconds(plan, costs),
+        measured=measured,
+        recorded=ran is not None,
         decisions=tuple(sorted(decisions, key=lambda each: -each.worth_seconds)),
     )
 
@@ -199,7 +230,3 @@ def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:
         for name, config in strategy.variables.items()
     }
     return strategy.model_copy(update={"variables": variables})
-
-
-def _percent(gain: float) -> str:
-    return f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'}"

@@ -2,6 +2,7 @@
 
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
+from offbeat.strategy.describe import describe
 from offbeat.strategy.model import Encoder, FullyShard, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
 from offbeat.strategy.registry import (
     Recipe,
@@ -27,6 +28,7 @@ __all__ = [
     "build_strategy",
     "builders",
     "check_fits",
+    "describe",
     "find_strategy",
     "load_strategy",
     "register_builder",

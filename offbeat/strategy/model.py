@@ -9,6 +9,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from itertools import accumulate, islice, pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal, Self
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 
 from offbeat import files
 from offbeat.errors import OffbeatError, StrategyError
+from offbeat.strategy.describe import describe
 from offbeat.units import quote
 
 FORMAT: Final = 1
@@ -316,6 +318,17 @@ class Strategy(_Frozen):
             beside = ("variables", "operators", "weights", "replicas")
             for field in (field for field in beside if getattr(self, field)):
                 yield f"{field}: a strategy with fsdp takes none, because fully_shard treats all ranks alike"
+
+    def __repr__(self) -> str:
+        made_for = f" for {self.model}" if self.model else ""
+        return f"<Strategy {self.name!r}{made_for}: {len(self.variables)} variables, {self.digest[:8]}>"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """What it does, for notebooks."""
+        clauses = "".join(f"<li>{escape(clause)}</li>" for clause in describe(self))
+        return f"<b>{escape(repr(self))}</b><ul>{clauses}</ul>"
 
     def config(self, variable: str) -> VariableConfig:
         if self.fsdp is not None:

@@ -6,7 +6,10 @@ participant that has not started); idle (none of these). So the four add up to t
 its own track computes nothing, even where a compute span encloses it.
 
 One sweep over the sorted starts and ends of all spans yields the segments between them; sums over segments yield the
-rest. Times are means over the timeline's steps.
+rest. Times are means over the timeline's steps, in proportion to the median step: that one is the step everywhere, and
+one slow step among many does not change it.
+
+Idle time has a reason as far as its neighbours tell (`IDLE`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +25,13 @@ from offbeat.timeline.critical import COMMUNICATION, WAIT, critical_positions, l
 from offbeat.timeline.model import KINDS, Timeline
 from offbeat.units import format_bytes, format_seconds
 
+IDLE = {
+    "steps": "between steps: data loading and the script's own work",
+    "collectives": "next to collectives: they are started, queued and finished",
+    "operators": "between operators: the host is late or does other work",
+    "unrecorded": "communication may be among it, which was not recorded",
+}
+"""Reasons of idle time."""
 _COMPUTE, _EXPOSED, _WAITING, _IDLE = range(4)
 _MARK = 3
 _STRAGGLER_SHARE = 0.02
@@ -33,7 +43,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Where one rank's step goes, in seconds: the mean over steps."""
+    """Where one rank's step goes, in seconds."""
 
     rank: int
     step_seconds: float
@@ -81,10 +91,12 @@ class Diagnosis:
     source: Literal["predicted", "measured"]
     steps: int
     step_seconds: float
-    """Mean over ranks and steps."""
+    """Median over steps of the mean over ranks, as `Timeline.iteration_time`."""
     ideal_seconds: float | None
     """The longest that any rank computes or communicates; None if communication is unknown."""
     ranks: tuple[RankTime, ...]
+    idle_by_reason: dict[str, float]
+    """Seconds by key of `IDLE`, which add up to the mean idle time of the ranks; most first."""
     straggler: Straggler | None
     blame: tuple[Blame, ...]
     """The collectives with most exposed time, most first."""
@@ -121,12 +133,13 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
         raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
     if not (np.diff(marks, axis=1) >= 0).all():
         raise OffbeatError("timeline: marks: a step ends before it begins")
-    timeline = _without_cut_step(timeline)
+    step_seconds, timeline = timeline.iteration_time, _without_cut_step(timeline)
     late = last_to_start(timeline)
     sweep = _sweep(timeline, late)
-    ranks = _rank_times(timeline, sweep, late)
+    mean = float(sweep.seconds.sum(axis=2).mean())
+    scale = step_seconds / mean if mean else 1.0
+    ranks = _rank_times(timeline, sweep, late, scale)
     seen = bool((timeline.kind[sweep.communicating] == COMMUNICATION).any())
-    step_seconds = float(np.mean([rank.step_seconds for rank in ranks]))
     known = seen or len(ranks) == 1
     by_kind, by_rank = _critical_shares(timeline)
     return Diagnosis(
@@ -135,8 +148,9 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
         step_seconds=step_seconds,
         ideal_seconds=max(max(r.compute_seconds, r.network_seconds) for r in ranks) if known else None,
         ranks=ranks,
+        idle_by_reason=_idle_by_reason(sweep, scale, seen or len(ranks) == 1),
         straggler=_straggler(ranks, step_seconds),
-        blame=_blame(timeline, sweep, most_blamed),
+        blame=_blame(timeline, sweep, most_blamed, scale),
         critical_by_kind=by_kind,
         critical_by_rank=by_rank,
         communication_seen=seen,
@@ -193,6 +207,8 @@ class _Sweep(NamedTuple):
     """By row of `marks`, step and _COMPUTE, _EXPOSED, _WAITING or _IDLE."""
     overlap: Floats
     """By row of `marks` and step."""
+    idle: Floats
+    """Seconds of all ranks and steps: between steps, next to collectives, between operators."""
     communicating: Integers
     """Positions of the communication spans of marked ranks."""
     exposed: Floats
@@ -230,13 +246,35 @@ def _sweep(timeline: Timeline, late: Integers) -> _Sweep:
     cell = segments.group * steps + step
     totals: Floats = np.bincount(cell * 4 + state, length, ranks * steps * 4).astype("f8")
     hidden: Floats = np.bincount(cell, np.where(computing & transferring, length, 0.0), ranks * steps).astype("f8")
+    idle = _idle_seconds(cell, state, np.where(state == _IDLE, length, 0.0))
     dues = []
     for which, first in ((_EXPOSED, 0), (_WAITING, len(sent))):
         share = np.where(state == which, length / np.maximum(segments.counts[which], 1), 0.0)
         total = np.concatenate([[0.0], np.cumsum(share)])
         mine = slice(first, first + len(sent))
         dues.append(total[segments.past[mine]] - total[segments.first[mine]])
-    return _Sweep(totals.reshape(ranks, steps, 4), hidden.reshape(ranks, steps), sent, *dues)
+    return _Sweep(totals.reshape(ranks, steps, 4), hidden.reshape(ranks, steps), idle, sent, *dues)
+
+
+def _idle_seconds(cell: Integers, state: Integers, length: Floats) -> Floats:
+    """Idle seconds by what comes before and after: nothing of the same step, a collective, or compute on both sides."""
+    place, last = np.arange(len(state)), len(state) - 1
+    busy = state != _IDLE
+    before = np.maximum.accumulate(np.where(busy, place, -1))
+    after = np.minimum.accumulate(np.where(busy, place, len(state))[::-1])[::-1]
+    outside = (before < 0) | (after > last)
+    before, after = np.maximum(before, 0), np.minimum(after, last)
+    outside |= (cell[before] != cell) | (cell[after] != cell)
+    computing = (state[before] == _COMPUTE) & (state[after] == _COMPUTE)
+    return np.bincount(np.where(outside, 0, np.where(computing, 2, 1)), length, 3).astype("f8")
+
+
+def _idle_by_reason(sweep: _Sweep, scale: float, seen: bool) -> dict[str, float]:
+    seconds = sweep.idle * scale / sweep.overlap.size
+    if not seen:
+        return {"unrecorded": float(seconds.sum())}
+    found = {reason: value for reason, value in zip(IDLE, seconds.tolist(), strict=False) if value > 1e-9}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _computing(timeline: Timeline, marked: NDArray[np.bool_]) -> tuple[Integers, Floats, Floats]:
@@ -252,13 +290,13 @@ def _computing(timeline: Timeline, marked: NDArray[np.bool_]) -> tuple[Integers,
     return segments.group[kept] // tracks, segments.start[kept], segments.end[kept]
 
 
-def _rank_times(timeline: Timeline, sweep: _Sweep, late: Integers) -> tuple[RankTime, ...]:
-    mean, overlap = sweep.seconds.mean(axis=1), sweep.overlap.mean(axis=1)
+def _rank_times(timeline: Timeline, sweep: _Sweep, late: Integers, scale: float) -> tuple[RankTime, ...]:
+    mean, overlap = scale * sweep.seconds.mean(axis=1), scale * sweep.overlap.mean(axis=1)
     count, steps = sweep.overlap.shape
     last = timeline.mark_rows[late[sweep.communicating]]
     blamed = np.zeros(count)
     counted = (last >= 0) & (last != timeline.mark_rows[sweep.communicating])
-    np.add.at(blamed, last[counted], sweep.waiting[counted] / (steps * max(1, count - 1)))
+    np.add.at(blamed, last[counted], scale * sweep.waiting[counted] / (steps * max(1, count - 1)))
     # The fields of RankTime in their order: _COMPUTE to _IDLE are the second to the fifth.
     rows = np.column_stack([mean.sum(axis=1), mean, overlap, mean[:, _EXPOSED] + overlap, blamed]).tolist()
     return tuple(RankTime(rank, *row) for rank, row in zip(timeline.marked_ranks, rows, strict=True))
@@ -281,14 +319,14 @@ def _straggler(ranks: tuple[RankTime, ...], step_seconds: float) -> Straggler | 
     return Straggler(ranks[last].rank, later, "lateness") if later > least else None
 
 
-def _blame(timeline: Timeline, sweep: _Sweep, most: int) -> tuple[Blame, ...]:
+def _blame(timeline: Timeline, sweep: _Sweep, most: int, scale: float) -> tuple[Blame, ...]:
     ranks, steps = sweep.overlap.shape
     sent = sweep.communicating
     name, marks = timeline.name[sent], timeline.marks[timeline.mark_rows[sent]]
     inside = (timeline.start[sent] >= marks[:, 0]) & (timeline.start[sent] < marks[:, -1])
     exposed, waiting, size = (
         np.bincount(name, weights, len(timeline.names)) / (ranks * steps)
-        for weights in (sweep.exposed, sweep.waiting, np.where(inside, timeline.bytes[sent], 0))
+        for weights in (scale * sweep.exposed, scale * sweep.waiting, np.where(inside, timeline.bytes[sent], 0))
     )
     worst = sorted(np.unique(name).tolist(), key=lambda number: (-exposed[number], -waiting[number], number))
     return tuple(
@@ -363,12 +401,12 @@ def short_name(name: str) -> str:
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     count = len(diagnosis.ranks)
     ranks, steps = f"{count} rank{'s' * (count > 1)}", f"{diagnosis.steps} step{'s' * (diagnosis.steps > 1)}"
-    yield f"{diagnosis.source} step of {_show(diagnosis.step_seconds)} on {ranks}, mean of {steps}"
+    yield f"{diagnosis.source} step of {_show(diagnosis.step_seconds)} on {ranks}, median of {steps}"
     if diagnosis.ideal_seconds:
         ratio, ideal = diagnosis.step_seconds / diagnosis.ideal_seconds, _show(diagnosis.ideal_seconds)
-        yield f"ideal, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}x that"
+        yield f"bound, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}× that"
     if count > 1 and not diagnosis.communication_seen:
-        yield "communication: NOT RECORDED, so the ideal and what is exposed are unknown"
+        yield "communication: NOT RECORDED, so the bound and what is exposed are unknown"
     columns = ("compute", "exposed", "waiting", "idle", "overlap")
     yield f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)
     slowest = sorted(diagnosis.ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN]
@@ -376,6 +414,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"{rank.rank:>5}" + "".join(f"{_show(getattr(rank, f'{column}_seconds')):>12}" for column in columns)
     if len(slowest) < count:
         yield f"      and {count - len(slowest)} ranks that compute less"
+    for reason, seconds in diagnosis.idle_by_reason.items():
+        yield f"idle {_show(seconds)} {IDLE[reason]}"
     found = diagnosis.straggler
     if found is None:
         yield "straggler: none"
@@ -390,6 +430,25 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         kinds = sorted(diagnosis.critical_by_kind.items(), key=lambda item: -item[1])
         yield "critical path: " + ", ".join(f"{kind} {share:.0%}" for kind, share in kinds)
     yield from (f"note: {note}" for note in diagnosis.notes)
+
+
+def to_html(diagnosis: Diagnosis) -> str:
+    """A table with a bar for each rank, without script or style sheet."""
+    parts = {"compute": "#3f73c9", "exposed": "#d0742b", "waiting": "#b5476b", "idle": "#c9ccd2"}
+    piece = '<span style="display:inline-block;height:12px;width:{:.1f}px;background:{}"></span>'
+    rows = []
+    for rank in diagnosis.ranks[:_MOST_RANKS_SHOWN]:
+        seconds = [getattr(rank, f"{part}_seconds") for part in parts]
+        width = 300 / (rank.step_seconds or 1.0)
+        bar = "".join(piece.format(width * own, colour) for own, colour in zip(seconds, parts.values(), strict=True))
+        cells = "".join(f"<td>{_show(own)}</td>" for own in seconds)
+        rows.append(f'<tr><td>{rank.rank}</td>{cells}<td style="white-space:nowrap">{bar}</td></tr>')
+    left = len(diagnosis.ranks) - len(rows)
+    more = f'<tr><td colspan="6">and {left} more ranks</td></tr>' if left else ""
+    heads = "".join(f'<th style="border-bottom:3px solid {colour}">{part}</th>' for part, colour in parts.items())
+    bound = f", bound {_show(diagnosis.ideal_seconds)}" if diagnosis.ideal_seconds else ""
+    table = f"<table><tr><th>rank</th>{heads}<th></th></tr>{''.join(rows)}{more}</table>"
+    return f"<p>{diagnosis.source} step {_show(diagnosis.step_seconds)}{bound}</p>{table}"
 
 
 def _show(seconds: float) -> str:

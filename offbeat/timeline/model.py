@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from os import PathLike
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
+from offbeat.units import format_seconds
 
 Kind = Literal["forward", "backward", "optimizer", "communication", "update", "wait", "other"]
 KINDS: tuple[Kind, ...] = ("forward", "backward", "optimizer", "communication", "update", "wait", "other")
@@ -57,7 +59,7 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """Spans of all ranks on one clock, as columns of equal length."""
 
@@ -95,6 +97,16 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def __repr__(self) -> str:
+        step = f", {format_seconds(self.iteration_time)} a step" if self.marks.size else ""
+        return f"<Timeline, {self.source}: {len(self)} spans of {len(self.ranks)} ranks{step}>"
+
+    def _repr_html_(self) -> str:
+        """Where the step goes, for notebooks."""
+        from offbeat.timeline.diagnosis import diagnose, to_html
+
+        return f"<b>{escape(repr(self))}</b>" + (to_html(diagnose(self)) if self.marks.size else "")
 
     def __getitem__(self, position: int) -> Span:
         values = {column: getattr(self, column)[position].item() for column in COLUMNS}
@@ -141,6 +153,11 @@ class Timeline:
     def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> "Timeline":
         """The spans where `chosen` is true, or at these positions."""
         return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in COLUMNS})
+
+    def scaled(self, factor: float) -> "Timeline":
+        """The same with every time so many times as large."""
+        times = {column: factor * getattr(self, column) for column in ("start", "end", "queued", "marks")}
+        return replace(self, **times)
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that determines the length of the last step, in time order."""

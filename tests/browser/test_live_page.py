@@ -115,10 +115,9 @@ def test_everything_is_drawn(browser: Any, small: LiveServer) -> None:
     assert coloured_pixels(browser) > 1000
     assert browser.execute_script("return document.querySelectorAll('#mean-bar .bar-piece').length") >= 2
     expected = len(small.session.about()["strategies"]) - 1
-    wait(browser, lambda: browser.execute_script("return document.querySelectorAll('.ranked-row').length") == expected)
-    rows = browser.execute_script(
-        "return [...document.querySelectorAll('.ranked-row')].map((row) => row.dataset.strategy)"
-    )
+    listed = "return [...document.querySelectorAll('.ranked-row')].flatMap((row) => row.dataset.strategies.split(' '))"
+    rows = wait(browser, lambda: len(found := browser.execute_script(listed)) == expected and found)
+    assert len(browser.execute_script("return [...document.querySelectorAll('.ranked-row')]")) < expected
     seconds = [small.session.rank(State(strategy=name))["step_seconds"] for name in rows]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-6)
     assert "of 16 GiB" in text(browser, "memory-about")

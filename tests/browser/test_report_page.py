@@ -75,7 +75,7 @@ def test_everything_is_drawn_and_nothing_is_loaded(browser: Any, page: Path) -> 
     open_report(browser, page)
     assert colours(browser) > 5
     assert int(browser.execute_script("return document.getElementById('timeline').dataset.rectangles")) > 20
-    for chart, parts in (("rank-bars", 4), ("step-columns", 2), ("what-ifs", 6)):
+    for chart, parts in (("rank-bars", 1), ("step-columns", 2), ("what-ifs", 6)):
         found = browser.execute_script(
             "return document.querySelectorAll(`#${arguments[0]} :is(.bar-row, .column, .ranked-row)`).length", chart
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat import zoo
 from offbeat.cli import main
 from offbeat.cli.demo import compare_losses
 from offbeat.cli.doctor import Finding
@@ -83,16 +84,48 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_models_lists_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json"]) == 0
-    listed = [row["model"] for row in json.loads(capsys.readouterr().out)]
-    assert {"vgg16", "bert_large", "ncf_sparse"} <= set(listed)
-
-
-def test_models_counts_published_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--counts", "--json"]) == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+    assert tuple(rows) == zoo.names()
     assert rows["vgg16"]["parameters"] == 138_357_544
-    assert rows["vgg16"]["variables"] == 32
-    assert rows["vgg16"]["parameter_bytes"] == 4 * 138_357_544
+    assert rows["vgg16"]["tensors"] == 32
+    for name in ("mlp", "ncf_sparse", "bert_3l"):
+        graph = zoo.capture(name)
+        assert (graph.parameter_count, len(graph.variables), graph.flops) == (
+            rows[name]["parameters"],
+            rows[name]["tensors"],
+            rows[name]["step"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("offbeat plan resnet1", {"resnet101"}),
+        ("offbeat plan mlp --cluster tensor", {"tensoropt", "tensoropt_8"}),
+        ("offbeat plan mlp --strategy over", {"overlap"}),
+        ("offbeat explain s", {"sharded", "saved.json"}),
+        ("offbeat emulate tr", {"train.py", "traces/"}),
+        ("offbeat optimize tr", {"transformer", "traces/"}),
+    ],
+)
+def test_shells_complete_names_and_files(words: str, offered: set[str], folder: Path) -> None:
+    Path("train.py").touch()
+    Path("saved.json").touch()
+    Path("traces").mkdir()
+    variables = {"_OFFBEAT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False, cwd=folder)
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_a_strategy_is_said_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", *SMALL, "--strategy", "overlap", "-o", "s.json"]) == 0
+    capsys.readouterr()
+    assert main(["explain", "s.json"]) == 0
+    assert "what the next forward needs first is sent first" in capsys.readouterr().out
+    assert main(["explain", "s.json", "--model", "mlp", *SMALL]) == 0
+    assert "is predicted to take" in capsys.readouterr().out
+    assert "--cluster: a gain needs both" in refused(capsys, "explain", "s.json", "--model", "mlp")
 
 
 def test_clusters_lists_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +153,7 @@ def test_builders_tell_their_options(capsys: pytest.CaptureFixture[str]) -> None
     rows = {row["builder"]: row for row in json.loads(capsys.readouterr().out)}
     assert tuple(rows) == builders()
     assert rows["all_reduce"]["options"]["chunk"] == 64
-    assert all(row["summary"] for row in rows.values())
+    assert all(row["summary"] and row["use"] for row in rows.values())
     assert main(["builders"]) == 0
     assert "fusion_bytes=64MiB" in capsys.readouterr().out
 
@@ -135,6 +168,8 @@ def test_plan_counts_what_a_ring_sends(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["wire_bytes"] == 2 * (ranks - 1) * gradients
     assert facts["busiest_ranks_send_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * gradients, rel=1e-3)
     assert facts["parameter_bytes"] == gradients == 4 * facts["parameters"]
+    assert facts["predicted_step_seconds"] > 0
+    assert facts["predicted_peak_memory_bytes"] > 2 * gradients
 
 
 def test_sharding_moves_as_much_as_all_reduce(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +228,6 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("plan", "os:getcwd", "--cluster", "B9"), "not a pair (model, example_inputs)"),
         (("plan", "mlp"), "--cluster"),
         (("plans",), "No such command 'plans'"),
-        (("models", "--counts", "--scale", "0"), "scale: 0.0 must be"),
         (("clusters", "--yaml"), "name a preset or a file"),
         (("emulate", "--bandwidth", "1Gbit", "--", "true"), "unknown unit 'Gbit'"),
         (("emulate", "--bandwidth=-1Gbit/s", "--", "true"), "must be finite and not negative"),
@@ -325,9 +359,10 @@ def emulated(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_emulate_runs_a_script_on_every_rank(folder: Path) -> None:
     Path("hello.py").write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
-    arguments = ("--hosts", "2", "--ranks-per-host", "2", "--bandwidth", "1Gbit/s,500Mbit/s", "--", "hello.py", "--x")
-    done = emulated(*arguments, cwd=folder)
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} 4 ['--x']" for rank in range(4)]
+    arguments = ("--hosts", "2", "--ranks-per-host", "2", "--bandwidth", "1Gbit/s,500Mbit/s")
+    for script in (("--", "hello.py", "--x"), ("hello.py", "--x"), ("hello.py", "--", "--x")):
+        done = emulated(*arguments, *script, cwd=folder)
+        assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} 4 ['--x']" for rank in range(4)]
     assert (done.returncode, done.stderr) == (0, "")
 
 

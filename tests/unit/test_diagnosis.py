@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
-from offbeat.timeline import Builder, Timeline
+from offbeat.timeline import COMPUTE, NETWORK, Builder, Timeline
 from offbeat.timeline.diagnosis import diagnose
 
 FOUR = ("compute_seconds", "exposed_seconds", "waiting_seconds", "idle_seconds")
@@ -201,8 +201,8 @@ def test_timeline_with_marks_but_no_spans_is_idle():
 
 def test_text_names_what_matters():
     text = diagnose(job([0.060, 0.060, 0.100])).text()
-    assert "measured step of 135 ms on 3 ranks, mean of 3 steps" in text
-    assert "ideal, with compute and network fully overlapped: 105 ms; the step takes 1.29x that" in text
+    assert "measured step of 135 ms on 3 ranks, median of 3 steps" in text
+    assert "bound, with compute and network fully overlapped: 105 ms; the step takes 1.29× that" in text
     assert "straggler: rank 2 computes 40 ms longer than the others" in text
     assert "grads (1000 B): 30 ms exposed, 26.67 ms waiting" in text
     assert "critical path: backward 74%, communication 22%, optimizer 4%" in text
@@ -282,7 +282,11 @@ def reference(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str
 def test_diagnosis_agrees_with_looking_at_every_second(timeline):
     diagnosis = diagnose(timeline)
     timeline = replace(timeline, marks=timeline.marks[:, -1 - diagnosis.steps :])
-    steps = diagnosis.steps
+    mean = np.diff(timeline.marks, axis=1).mean()
+    # All times are in proportion to the median step.
+    steps = diagnosis.steps * (mean / diagnosis.step_seconds if mean and diagnosis.step_seconds else 1.0)
+    if mean and not diagnosis.step_seconds:
+        return
     exposed = dict.fromkeys(timeline.names, 0.0)
     for row, rank in enumerate(diagnosis.ranks):
         sums, blame = reference(timeline, rank.rank)
@@ -295,3 +299,24 @@ def test_diagnosis_agrees_with_looking_at_every_second(timeline):
     found = {blame.name: blame.exposed_seconds for blame in diagnosis.blame}
     for name, seconds in exposed.items():
         assert found.get(name, 0.0) == pytest.approx(seconds, abs=1e-9)
+
+
+def test_idle_time_has_a_reason():
+    builder = Builder()
+    for start, end in ((0.2, 0.3), (0.35, 0.5)):
+        builder.add(0, COMPUTE, "forward", "a", start, end)
+    builder.add(0, NETWORK, "communication", "all_reduce", 0.6, 0.8, task=0)
+    diagnosis = diagnose(builder.build(marks=np.array([[0.0, 1.0]])))
+    assert diagnosis.idle_by_reason == pytest.approx({"steps": 0.4, "collectives": 0.1, "operators": 0.05})
+    assert sum(diagnosis.idle_by_reason.values()) == pytest.approx(diagnosis.mean("idle_seconds"))
+    assert "idle 400 ms between steps: data loading" in diagnosis.text()
+
+
+def test_the_step_is_the_median_and_its_parts_add_up_to_it():
+    builder = Builder()
+    for step, start in enumerate((0.0, 1.0, 2.0)):
+        builder.add(0, COMPUTE, "forward", "a", start, start + 0.5, step=step)
+    timeline = builder.build(marks=np.array([[0.0, 1.0, 2.0, 6.0]]))
+    diagnosis = diagnose(timeline)
+    assert diagnosis.step_seconds == timeline.iteration_time == 1.0
+    assert diagnosis.ranks[0].compute_seconds + diagnosis.ranks[0].idle_seconds == pytest.approx(1.0)

@@ -218,6 +218,12 @@ def test_the_picture_marks_every_system(found, tmp_path):
     for label in ("frontier", "of it network", "turning point", "data parallel", "OptCNN", "ToFu", "Mesh-TensorFlow"):
         assert f">{label}<" in text
     assert text == svg(found, baselines(found.prices))
+    assert found.graph.name in found.title
+    assert f", batch {found.about['batch']}, float32, on {found.devices} devices of {found.cluster.name}" in found.title
+    assert f">{found.title}<" in text
+    assert text.count("a step") > len(found.points), "every point says its strategy"
+    found.plot(tmp_path / "frontier.html")
+    assert f"<title>{found.title}</title>" in (tmp_path / "frontier.html").read_text()
     with pytest.raises(OffbeatError, match=r"\.svg"):
         found.plot(tmp_path / "frontier.png")
 

@@ -137,10 +137,11 @@ def test_a_full_disk(arguments: tuple[str, ...], folder: Path, timeline: Timelin
 
 
 LONG = {
-    "models": ("--counts",),
+    "models": (),
     "clusters": (),
     "builders": (),
     "plan": ("bert_large", "--cluster", "B7"),
+    "explain": ("overlap", "--model", "bert_large", "--cluster", "B7"),
     "frontier": ("bert_large", "--cluster", "tensoropt"),
     "profile": ("endless.py", "-n", "2"),
     "replay": ("t.json",),
@@ -148,7 +149,9 @@ LONG = {
     "optimize": ("resnet50", "--cluster", "B7"),
     "run": ("endless.py", "-n", "2"),
     "emulate": ("--", "endless.py"),
+    "launch": ("--cluster", "nodes.yaml", "--ssh", "sh wait.sh", "endless.py"),
     "demo": (),
+    "tour": (),
     "doctor": (),
     "tune": ("endless.py", "-n", "2"),
     "trials": ("--store", "trials.sqlite"),
@@ -171,6 +174,8 @@ def test_every_command_is_interrupted_somewhere() -> None:
 def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
     timeline.save("t.json")
     Path("endless.py").write_text(ENDLESS)
+    Path("nodes.yaml").write_text("name: one\nnodes:\n- {name: one, address: 127.0.0.1}\n")
+    Path("wait.sh").write_text("exec sleep 600\n")
     with subprocess.Popen(
         [*OFFBEAT, command, *LONG[command]],
         stdin=subprocess.DEVNULL,

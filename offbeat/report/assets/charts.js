@@ -10,9 +10,12 @@
      rows   [{label, seconds, about}], base: seconds that each bar is compared with
    Charts.steps(container, {seconds, parts, rows, chosen, onPick})
      a column per step: seconds [numbers], rows [{KEY: seconds}] or null, chosen: its number or -1
+   Charts.speedup(0.2, 0.1) → "2.00× as fast"; Charts.verdict(0.2, 0.1) → "better", "same" or "worse"
    Charts.legend(container, [{key, label}], prefix)
    Charts.switchTheme(button)
      light or dark as the system has it, until the button is pressed
+   Charts.copyButtons()
+     makes every button with data-copy copy the text before it
    Charts.element(tag, className, text, attributes) → HTMLElement
 
    Each call replaces what the container held. */
@@ -34,6 +37,12 @@ const Charts = (() => {
     while (Math.abs(count) >= 1024 && power < prefixes.length - 1) { count /= 1024; power += 1; }
     return `${short(count)} ${prefixes[power]}B`;
   }
+
+  // As `offbeat.units.format_speedup`.
+  const same = (before, after) => Math.abs(before / after - 1) < 5e-3;
+  const speedup = (before, after) => (same(before, after) ? "as fast"
+    : before > after ? `${(before / after).toFixed(2)}× as fast` : `${(after / before).toFixed(2)}× as slow`);
+  const verdict = (before, after) => (same(before, after) ? "same" : before > after ? "better" : "worse");
 
   const percent = (share, signed = true) =>
     `${signed && share > 0 ? "+" : ""}${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)}%`.replace("-", "−");
@@ -104,12 +113,11 @@ const Charts = (() => {
     const longest = Math.max(base, ...rows.map((row) => row.seconds), 1e-12);
     const list = element("ol", "ranked");
     for (const row of rows) {
-      const gain = base / row.seconds - 1;
       const item = element("li", "ranked-row");
       const head = element("div", "ranked-head");
-      head.append(element("span", "ranked-label", row.label), element("span", "ranked-value",
-        Math.abs(gain) < 5e-4 ? "no change" : `${percent(Math.abs(gain), false)} ${gain > 0 ? "faster" : "slower"}`));
-      head.lastChild.classList.add(Math.abs(gain) < 5e-4 ? "same" : gain > 0 ? "better" : "worse");
+      const value = element("span", "ranked-value", speedup(base, row.seconds));
+      value.classList.add(verdict(base, row.seconds));
+      head.append(element("span", "ranked-label", row.label), value);
       const track = element("div", "bar-track slim");
       const filled = element("div", "bar-piece");
       filled.style.width = `${(100 * row.seconds) / longest}%`;
@@ -162,5 +170,22 @@ const Charts = (() => {
     });
   }
 
-  return { seconds, bytes, percent, element, legend, stacked, ranked, steps, switchTheme };
+  async function copy(button) {
+    const text = button.previousElementSibling;
+    try {
+      await navigator.clipboard.writeText(text.textContent);
+    } catch {
+      // A file in the browser may not use the clipboard's interface, but may copy what is selected.
+      getSelection().selectAllChildren(text);
+      document.execCommand("copy");
+    }
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  }
+
+  function copyButtons() {
+    for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button));
+  }
+
+  return { copyButtons, seconds, bytes, percent, speedup, verdict, element, legend, stacked, ranked, steps, switchTheme };
 })();

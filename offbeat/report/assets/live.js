@@ -12,14 +12,15 @@
   const QUIET_MILLISECONDS = 250;
   const PART_NAMES = { compute: "compute", exposed: "exposed communication", waiting: "waiting for other ranks", idle: "idle" };
   const KIND_NAMES = { update: "update of one message", wait: "standing still" };
-  let about = null, view = null, shown = null, busy = false, wanted = null, changedAt = 0, quiet = null;
+  const SLOW_MILLISECONDS = 500;
+  let about = null, view = null, shown = null, cancel = null, busy = false, wanted = null, changedAt = 0, quiet = null;
   let ranking = { key: "", rows: new Map(), failed: new Map() };
 
   class Refused extends Error {}
 
-  async function ask(name, content) {
+  async function ask(name, content, signal = null) {
     const reply = await fetch(`/api/${name}`, {
-      method: "POST", body: JSON.stringify(content), cache: "no-store",
+      method: "POST", body: JSON.stringify(content), cache: "no-store", signal,
       headers: { "Content-Type": "application/json", "X-Offbeat-Token": token },
     });
     const answer = await reply.json();
@@ -35,8 +36,38 @@
     for (const id of FACTORS) chosen[id] = factorOf(id);
     chosen.workers = about.workers[Number(at("workers").value)];
     chosen.straggler = factorOf("straggler");
-    chosen.straggler_rank = Math.min(Math.max(Math.round(Number(at("straggler-rank").value)) || 0, 0), chosen.workers - 1);
+    chosen.straggler_rank = Number(at("straggler-rank").value);
     return chosen;
+  }
+
+  // Controls as a state has them; what the page does not know, such as a strategy of another version, stays as it was.
+  function setControls(chosen) {
+    for (const id of [...FACTORS, "straggler"]) if (chosen[id] > 0) at(id).value = String(Math.log2(chosen[id]));
+    if (about.workers.includes(chosen.workers)) at("workers").value = String(about.workers.indexOf(chosen.workers));
+    if (about.strategies.includes(chosen.strategy)) at("strategy").value = chosen.strategy;
+    const wire = [...at("wire").querySelectorAll("input")].find((input) => input.value === chosen.wire);
+    if (wire) wire.checked = true;
+    if (chosen.straggler_rank >= 0) at("straggler-rank").value = String(chosen.straggler_rank);
+  }
+
+  // The address has what differs from the recording, so that it can be kept and shared.
+  function keepInAddress(chosen) {
+    const first = { bandwidth: 1, latency: 1, compute: 1, straggler: 1, workers: about.world, strategy: "recorded", wire: "recorded" };
+    const kept = Object.entries(chosen).filter(([key, value]) =>
+      (key === "straggler_rank" ? chosen.straggler !== 1 : value !== first[key]));
+    history.replaceState(null, "", kept.length ? `#${new URLSearchParams(kept)}` : location.pathname + location.search);
+  }
+
+  function readAddress() {
+    const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+    for (const key of [...FACTORS, "straggler", "workers", "straggler_rank"]) if (key in given) given[key] = Number(given[key]);
+    setControls(given);
+  }
+
+  function refusal(chosen) {
+    const rank = chosen.straggler_rank, last = chosen.workers - 1;
+    return Number.isInteger(rank) && rank >= 0 && rank <= last ? ""
+      : `straggler: rank ${at("straggler-rank").value || "(none)"} is outside the job's ranks 0 to ${last}`;
   }
 
   function bandwidthText(factor) {
@@ -61,10 +92,13 @@
 
   function changed() {
     changedAt = performance.now();
-    wanted = state();
-    showControls(wanted);
+    const chosen = state(), refused = refusal(chosen);
+    showControls(chosen);
     clearTimeout(quiet);
-    if (!busy) replayWanted();
+    wanted = refused ? null : chosen;
+    tell(refused);
+    if (!refused) keepInAddress(chosen);
+    if (!busy && !refused) replayWanted();
   }
 
   async function replayWanted() {
@@ -75,16 +109,55 @@
       wanted = null;
       try {
         if (chosen.strategy === "optimised" && !at("found").textContent) await searchHere(chosen);
-        const answer = await ask("replay", chosen);
+        const answer = await cancellable((signal) => ask("replay", chosen, signal));
         await draw(answer, chosen, since);
-        if (!wanted) tell("");
+        if (!wanted && !refusal(state())) tell("");
       } catch (error) {
-        tell(explained(error));
+        if (error.name === "AbortError") goBack();
+        else tell(explained(error));
       }
     }
     busy = false;
     at("results").setAttribute("aria-busy", "false");
     quiet = setTimeout(() => follow(state()), QUIET_MILLISECONDS);
+  }
+
+  // Says how long a replay has taken once it takes longer than a moment, and lets the user stop waiting for it.
+  async function cancellable(work) {
+    cancel = new AbortController();
+    const since = performance.now();
+    const tick = setInterval(() => {
+      const passed = performance.now() - since;
+      if (passed < SLOW_MILLISECONDS) return;
+      at("progress").hidden = false;
+      at("progress-words").textContent = `Replaying for ${(passed / 1e3).toFixed(0)} s; the most this page replays takes some seconds.`;
+    }, 100);
+    try {
+      return await work(cancel.signal);
+    } finally {
+      clearInterval(tick);
+      at("progress").hidden = true;
+    }
+  }
+
+  function goBack() {
+    wanted = null;
+    if (!document.body.dataset.state) return;
+    const last = JSON.parse(document.body.dataset.state);
+    setControls(last);
+    showControls(last);
+    keepInAddress(last);
+  }
+
+  async function download() {
+    try {
+      const made = await ask("strategy", state());
+      const link = Charts.element("a", "", null, { download: made.file, href: URL.createObjectURL(new Blob([made.content])) });
+      link.click();
+      URL.revokeObjectURL(link.href);
+      at("found").textContent ||= `Saved as ${made.file}: offbeat run --strategy ${made.file} takes it.`;
+      document.body.dataset.downloaded = made.file;
+    } catch (error) { tell(explained(error)); }
   }
 
   const explained = (error) =>
@@ -118,10 +191,11 @@
   function drawFacts(answer) {
     at("step").textContent = Charts.seconds(answer.step_seconds);
     at("words").textContent = `· ${answer.words}`;
-    const gain = answer.speedup - 1, what = about.captured ? about.recorded_strategy : "recorded";
-    at("change").textContent = Math.abs(gain) < 5e-4 ? `as ${about.captured ? "captured" : "recorded"}`
-      : `${times(gain > 0 ? answer.speedup : 1 / answer.speedup)} as ${gain > 0 ? "fast" : "slow"} as ${what} (${Charts.percent(answer.step_seconds / answer.base_seconds - 1)})`;
-    at("change").className = Math.abs(gain) < 5e-4 ? "same" : gain > 0 ? "better" : "worse";
+    const kind = Charts.verdict(answer.base_seconds, answer.step_seconds);
+    at("change").textContent = kind === "same" ? `as ${about.captured ? "captured" : "recorded"}`
+      : `predicted ${Charts.speedup(answer.base_seconds, answer.step_seconds)} as ${about.captured ? about.recorded_strategy : "measured"}`;
+    at("change").className = kind;
+    at("timeline-title").textContent = answer.measured ? "Timeline, as recorded" : "Two steps, replayed";
     const bound = answer.bound;
     at("bound").textContent = bound ? Charts.seconds(bound.seconds) : "unknown";
     at("bound-about").textContent = bound
@@ -135,6 +209,8 @@
     Charts.stacked(at("mean-bar"), { parts, rows: [{ label: "mean", values: answer.mean }] });
     Charts.stacked(at("rank-bars"), { parts, rows: answer.ranks, limit: 8 });
     at("rank-bars").hidden = answer.ranks.length < 2;
+    at("idle").replaceChildren(...Object.entries(answer.idle).map(([reason, seconds]) =>
+      Charts.element("li", "", `idle ${Charts.seconds(Number(seconds.toPrecision(4)))} ${about.idle[reason]}`)));
     at("notes").replaceChildren(...[...new Set([...about.notes, ...answer.notes])].map((note) => Charts.element("p", "note", note)));
   }
 
@@ -183,13 +259,20 @@
     : about.captured ? `${about.recorded_strategy} (as captured)` : `recorded${about.recorded_strategy ? ` (${about.recorded_strategy})` : ""}`);
 
   function drawRanking(chosen) {
-    const rows = [...ranking.rows].map(([strategy, seconds]) => ({ strategy, label: nameOf(strategy), seconds, about: "" }));
-    rows.sort((left, right) => left.seconds - right.seconds);
+    const alike = new Map();
+    // Strategies that come to the same share a row.
+    for (const [strategy, seconds] of [...ranking.rows].sort((left, right) => left[1] - right[1])) {
+      const key = seconds.toPrecision(5);
+      if (!alike.has(key)) alike.set(key, { names: [], seconds, about: "" });
+      alike.get(key).names.push(strategy);
+    }
+    const rows = [...alike.values()].map((row) => ({ ...row, label: row.names.map(nameOf).join(", ") }));
     Charts.ranked(at("ranking"), { rows, base: ranking.rows.get("recorded") || (shown ? shown.step_seconds : 1) });
     [...at("ranking").querySelectorAll(".ranked-row")].forEach((item, number) => {
-      item.dataset.strategy = rows[number].strategy;
-      item.classList.toggle("chosen", rows[number].strategy === chosen.strategy);
+      item.dataset.strategies = rows[number].names.join(" ");
+      item.classList.toggle("chosen", rows[number].names.includes(chosen.strategy));
     });
+    at("ranking-card").hidden = about.strategies.length < 2;
     const left = about.strategies.filter((name) => !ranking.rows.has(name) && !ranking.failed.has(name)
       && (name !== "optimised" || at("found").textContent)).length;
     at("ranking-about").textContent = left ? `On these links and workers, against the recorded strategy; ${left} to come.`
@@ -211,8 +294,9 @@
     Charts.legend(at("memory-legend"), parts.filter((part) => memory.rows.some((row) => row.bytes[part.key] > 0)));
     const fullest = memory.rows.reduce((most, row) => (row.total_bytes > most.total_bytes ? row : most));
     at("memory").textContent = Charts.bytes(fullest.total_bytes);
-    const fits = fullest.total_bytes <= fullest.limit_bytes;
-    at("memory-about").textContent = `${fits ? "of" : "more than the"} ${Charts.bytes(fullest.limit_bytes)} of its device`;
+    const limit = fullest.limit_bytes, fits = !limit || fullest.total_bytes <= limit;
+    at("memory-about").textContent = !limit ? "the recording does not tell what its device has"
+      : `${fits ? "of" : "more than the"} ${Charts.bytes(limit)} of its device`;
     at("memory-about").className = fits ? "" : "worse";
     const longest = Math.max(...memory.rows.map((row) => row.total_bytes));
     for (const row of memory.rows.slice(0, 32)) at("memory-bars").append(memoryBar(parts, row, longest));
@@ -229,7 +313,7 @@
       piece.title = `${part.label}: ${Charts.bytes(value)}`;
       track.append(piece);
     }
-    if (row.limit_bytes <= longest) {
+    if (row.limit_bytes && row.limit_bytes <= longest) {
       const mark = Charts.element("div", "bar-mark");
       mark.style.left = `${(100 * row.limit_bytes) / longest}%`;
       mark.title = `its device has ${Charts.bytes(row.limit_bytes)}`;
@@ -267,7 +351,7 @@
     at("subtitle").textContent = `${about.world} rank${about.world === 1 ? "" : "s"} · `
       + (about.captured ? `captured, not run: times come from the devices' and the links' figures` : "recorded");
     at("against").textContent = about.measured_seconds
-      ? `measured ${Charts.seconds(about.measured_seconds)}; replay as it was says ${Charts.seconds(about.base_seconds)} (${Charts.percent(about.base_seconds / about.measured_seconds - 1)})`
+      ? `measured ${Charts.seconds(about.measured_seconds)}, median; replay of it is off by ${Charts.percent(about.replayed_seconds / about.measured_seconds - 1)}: smaller gains prove nothing`
       : `${Charts.seconds(about.base_seconds)} as it was`;
     at("workers").max = String(about.workers.length - 1);
     at("workers").defaultValue = String(about.workers.indexOf(about.world));
@@ -281,7 +365,7 @@
     const why = Object.entries(about.unavailable);
     for (const [kind] of why)
       for (const input of kind === "wire" ? at("wire").querySelectorAll("input") : [at(kind)]) input.disabled = true;
-    at("search").hidden = "strategy" in about.unavailable;
+    at("search").hidden = at("download").hidden = "strategy" in about.unavailable;
     at("workers").disabled ||= about.workers.length < 2;
     at("unavailable").textContent = why.length
       ? `Not here: ${why.map(([kind]) => kind).join(", ")}, because ${why[0][1]}.` : "";
@@ -292,6 +376,8 @@
     at("controls").addEventListener("submit", (event) => event.preventDefault());
     at("controls").addEventListener("reset", () => setTimeout(changed));
     at("search").addEventListener("click", onSearch);
+    at("download").addEventListener("click", download);
+    at("cancel").addEventListener("click", () => cancel && cancel.abort());
     at("zoom-in").addEventListener("click", () => view && view.zoom(0.5));
     at("zoom-out").addEventListener("click", () => view && view.zoom(2));
     at("zoom-fit").addEventListener("click", () => view && view.fit());
@@ -304,6 +390,7 @@
   async function begin() {
     about = await ask("about", {});
     fillControls();
+    readAddress();
     connect();
     changed();
   }

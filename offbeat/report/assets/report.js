@@ -79,6 +79,7 @@
   }
 
   Charts.switchTheme(at("theme"));
+  Charts.copyButtons();
 
   async function begin() {
     drawCharts();

@@ -502,19 +502,25 @@ const Timeline = (() => {
       let level = -1;
       while (level + 1 < this.scene.levels.length && this.scene.levels[level + 1].resolution * scale <= 1.5) level += 1;
       const blocks = blocksOf(this.scene, level), wait = this.scene.kinds.indexOf("wait");
-      let computing = 0, sending = 0;
+      let computing = 0, sending = 0, own = new Float64Array(bins), into = compute;
+      // A rank or link is busy while any of its lanes is.
+      const add = () => { for (let bin = 0; bin < bins; bin += 1) into[bin] += Math.min(own[bin], 1); };
       this.scene.rows.forEach((row, number) => {
-        if (row.lane) return;
-        const into = row.kind === "network" ? network : compute;
-        if (row.kind === "network") sending += 1; else computing += 1;
+        if (!row.lane) {
+          add();
+          own.fill(0);
+          into = row.kind === "network" ? network : compute;
+          if (row.kind === "network") sending += 1; else computing += 1;
+        }
         for (let i = blocks.offsets[number]; i < blocks.offsets[number + 1]; i += 1) {
           if (blocks.kind[i] === wait) continue;
           const from = blocks.start[i] * scale, to = Math.max(blocks.end[i] * scale, from + 1e-9);
           const dense = Math.min(blocks.busy[i] / (blocks.end[i] - blocks.start[i] || 1), 1);
           for (let bin = Math.floor(from); bin < Math.min(to, bins); bin += 1)
-            into[bin] += dense * (Math.min(to, bin + 1) - Math.max(from, bin));
+            own[bin] += dense * (Math.min(to, bin + 1) - Math.max(from, bin));
         }
       });
+      add();
       for (let bin = 0; bin < bins; bin += 1) { compute[bin] /= computing || 1; network[bin] /= sending || 1; }
       return { bins, compute, network };
     }

@@ -41,7 +41,7 @@ class Chosen:
     point: FrontierPoint
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ModelFrontier(Frontier):
     """The frontier of one model on one cluster, with its points by the first objective upwards."""
 
@@ -54,6 +54,18 @@ class ModelFrontier(Frontier):
     """Operators that stay whole because no sharding rule is known for them."""
     prices: Prices = field(repr=False, compare=False)
     """What the points were found from; baselines are computed from it."""
+
+    @property
+    def about(self) -> dict[str, str | int | None]:
+        """What the points are of: model, samples of a step, precision, cluster, devices."""
+        inputs = self.graph.inputs
+        return {
+            "model": self.graph.name,
+            "batch": inputs[0].shape[0] if inputs and inputs[0].shape else None,
+            "precision": ", ".join(sorted({variable.dtype for variable in self.graph.variables})),
+            "cluster": self.cluster.name,
+            "devices": self.devices,
+        }
 
     def min_devices(self, memory: str | int) -> Chosen:
         """The fewest devices, among the powers of two and all, on which a strategy fits in `memory` each."""
@@ -69,11 +81,17 @@ class ModelFrontier(Frontier):
         raise too_little(memory, seen, self.margin, f" on {' or '.join(map(str, tried))} devices")
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws the frontier with its turning point and the baselines as SVG."""
+        """Draws the frontier with its turning point and the baselines, as SVG or as a page with it."""
         from offbeat.search.frontier.baselines import baselines
         from offbeat.search.frontier.picture import draw
 
         draw(self, path, baselines(self.prices))
+
+    @property
+    def title(self) -> str:
+        about = self.about
+        batch = "" if about["batch"] is None else f", batch {about['batch']}"
+        return f"{about['model']}{batch}, {about['precision']}, on {self.devices} devices of {about['cluster']}"
 
 
 @dataclass(frozen=True)

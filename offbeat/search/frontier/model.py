@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 from os import PathLike
 from typing import Annotated, Literal
@@ -14,7 +15,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.strategy.model import Strategy
-from offbeat.units import format_bytes, parse_bytes, quote
+from offbeat.units import format_bytes, format_seconds, parse_bytes, quote
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -41,13 +42,29 @@ class _File:
     points: tuple[FrontierPoint, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Frontier:
     """Points by memory upwards, and so by time downwards."""
 
     points: tuple[FrontierPoint, ...]
     margin: float = 0.0
     """Share of a memory limit that is left free, for what the estimate does not count."""
+
+    def __repr__(self) -> str:
+        ends = (self.points[0], self.points[-1]) if self.points else ()
+        span = " to ".join(f"{format_bytes(p.memory_bytes)} in {format_seconds(p.time_seconds)}" for p in ends)
+        return f"<{type(self).__name__}: {len(self.points)} points{f', {span}' if span else ''}>"
+
+    def _repr_html_(self) -> str:
+        """The picture, for notebooks."""
+        from offbeat.search.frontier.picture import svg
+
+        return svg(self) if self.points else escape(repr(self))
+
+    @property
+    def title(self) -> str:
+        """What a picture of it is called."""
+        return "Memory and time of one training step"
 
     def fastest_within(self, memory: str | int) -> FrontierPoint | None:
         """The point with the least time that leaves the margin free in `memory`, such as '16GiB'; None if none fits."""

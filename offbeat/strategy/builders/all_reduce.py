@@ -9,6 +9,8 @@ from offbeat.strategy.model import Encoder, Shard, Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, chunk: int = 64, encoder: str | Encoder = "none") -> Strategy:
     """AutoDist §3.2: starting from the first variable, every `chunk` adjacent ones share one collective.
 
+    Use it as a plain baseline on fast links, where the order of messages hardly matters.
+
     `encoder` is an encoder's name or an Encoder and applies to every dense gradient; sparse ones are gathered.
     """
     messages = chunks(graph, count_option("chunk", chunk))

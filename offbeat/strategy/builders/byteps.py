@@ -9,6 +9,8 @@ from offbeat.strategy.model import Schedule, Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", servers: str = "nodes") -> Strategy:
     """BytePS (Jiang et al., OSDI 2020) with ByteScheduler's priorities; 4 MB partitions are its default (dPRO §7.1).
 
+    Use it to compare with BytePS; between equal machines a ring sends no more bytes.
+
     Each variable is cut by rows into the fewest shards of at most `partition` bytes (a longer row stays whole), each
     on the lightest server. Sparse variables make one shard per server.
     """

@@ -9,6 +9,8 @@ from offbeat.strategy.model import Schedule, Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, first_bucket: Size = "1MiB", bucket: Size = "25MiB") -> Strategy:
     """The buckets DDP has after its first step (Li et al., VLDB 2020, §4.2; torch's `Reducer::rebuild_buckets`).
 
+    Use it as the baseline: it is what DistributedDataParallel does by default.
+
     Gradients fill a bucket in the order in which backward completes them, each dtype its own; it closes once it holds
     `first_bucket` bytes, later ones `bucket`. A sparse gradient travels alone, and `step()` waits for everything.
     """

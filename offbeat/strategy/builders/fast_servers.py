@@ -18,6 +18,8 @@ def build(
 ) -> Strategy:
     """Variables of at least `threshold` are cut into shards of at most `shard` bytes by rows, which servers keep.
 
+    Use it on machines whose links differ in speed, where a ring is as slow as its slowest link.
+
     A ring of w ranks leads 2(w−1)/w of all bytes through its slowest link. A server's clients send each byte once and
     receive it once, in opposite directions, so that the slowest link carries less where the servers are elsewhere.
     """

@@ -17,6 +17,8 @@ def build(
 ) -> Strategy:
     """Horovod's tensor fusion (Sergeev & Del Balso, 2018): 5 ms and 64 MB are its defaults (dPRO §7.1).
 
+    Use it to compare with Horovod at its defaults.
+
     A background thread wakes once per `cycle`, counted here from the start of backward, and fuses what has become
     ready since. Ready times are the measured ones, else estimated on the cluster's slowest device. Sparse gradients
     are gathered, and `step()` waits for everything.

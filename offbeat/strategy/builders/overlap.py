@@ -13,6 +13,8 @@ def build(
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 
+    Use it first where the network takes long and gradients are not clipped by their global norm.
+
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
     gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
     urgent message waits for one slice at the most. One collective is under way at a time: two would share the link, and

@@ -9,6 +9,8 @@ from offbeat.strategy.model import Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, chunk: int = 64, servers: str = "nodes") -> Strategy:
     """Parallax (Kim et al., EuroSys 2019), as AutoDist §3.2 describes it: the gradient's kind decides.
 
+    Use it for models with large embeddings whose gradients are sparse.
+
     Dense gradients are all-reduced, every `chunk` adjacent ones together; a sparse variable is spread by rows over
     all servers ('nodes' or 'ranks'), so that each server receives only the rows it owns.
     """

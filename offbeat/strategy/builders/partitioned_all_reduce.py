@@ -9,6 +9,8 @@ from offbeat.strategy.model import Strategy, VariableConfig
 def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "4MiB", max_shards: int = 16) -> Strategy:
     """The pattern AutoDist's search found for BERT-large and NCF (§3.3), where one flow cannot fill the network.
 
+    Use it for a few very large variables on links that one flow cannot fill.
+
     Axis 0 of a variable above `threshold` is cut so that no shard exceeds it, into at most `max_shards` shards.
     """
     limit, bound = bytes_option("threshold", threshold), count_option("max_shards", max_shards)

@@ -8,7 +8,10 @@ from offbeat.strategy.model import Strategy
 
 
 def build(graph: ModelGraph, cluster: ClusterSpec, *, server: int = 0) -> Strategy:
-    """The (Reduce, Broadcast) synchroniser of AutoDist §2.2 with one destination, rank `server`."""
+    """The (Reduce, Broadcast) synchroniser of AutoDist §2.2 with one destination, rank `server`.
+
+    Use it for small models only: all traffic meets at one rank.
+    """
     if count_option("server", server, minimum=0) >= cluster.world_size:
         raise StrategyError(f"server: rank {server} is outside the cluster of {cluster.world_size} ranks")
     return Strategy(variables=served(graph, (server,)))

@@ -9,6 +9,8 @@ from offbeat.strategy.model import Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, servers: str = "nodes") -> Strategy:
     """AutoDist §3.1 (2): track each server's bytes and place the next variable, in forward order, on the lightest.
 
+    Use it for many variables of similar size on several nodes.
+
     `servers` is 'nodes' (the first rank of each node) or 'ranks' (every rank).
     """
     return Strategy(variables=served(graph, server_ranks(cluster, servers)))

@@ -12,6 +12,8 @@ from offbeat.strategy.model import Strategy, VariableConfig
 def build(graph: ModelGraph, cluster: ClusterSpec, *, seed: int = 0, max_shards: int = 16) -> Strategy:
     """One axis longer than 1 is drawn for each variable and cut into its smallest divisor's number of shards.
 
+    Use it to widen a search: the cuts are drawn at random.
+
     A divisor above `max_shards` (a prime axis) gives `max_shards` nearly equal shards instead. Equal seeds give equal
     strategies.
     """

@@ -11,6 +11,8 @@ from offbeat.strategy.model import Strategy
 def build(graph: ModelGraph, cluster: ClusterSpec, *, servers: str = "nodes") -> Strategy:
     """As many shards as the smallest number that does not divide axis 0 (AutoDist's `UnevenPartitionedPS`).
 
+    Use it for servers whose links differ in bandwidth.
+
     Between servers of unequal bandwidth the shards are cut in proportion to it, so that they take equally long.
     `servers` is 'nodes' or 'ranks'.
     """

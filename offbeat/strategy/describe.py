@@ -1,0 +1,81 @@
+"""Strategy → words: what it does, one clause for each decision, without a model or a cluster."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from offbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from offbeat.strategy.model import Strategy
+
+_MODES = {
+    "barrier": "the optimizer's step waits for all gradients",
+    "deferred": "updates reach into the next forward, which waits module by module",
+    "auto": "updates reach into the next forward where the training loop allows it",
+}
+_POLICIES = {
+    "fifo": "messages are sent as gradients become ready",
+    "priority": "what the next forward needs first is sent first",
+    "explicit": "messages are sent in an order that a search has fixed",
+}
+_KINDS = {
+    "all_reduce": "all-reduced",
+    "parameter_server": "summed by servers",
+    "sharded": "reduced and updated in parts, one on each rank",
+    "sparse_all_gather": "gathered as rows",
+    "sparse_parameter_server": "sent as rows to servers",
+    "factor_broadcast": "broadcast as two factors",
+}
+
+
+def describe(strategy: "Strategy") -> tuple[str, ...]:
+    """Clauses without a full stop; what is as by default, such as no encoding, is left out."""
+    schedule, found = strategy.schedule, []
+    shards = [(shard, config) for config in strategy.variables.values() for shard in config.shards]
+    cut = sum(config.shard_count > 1 for config in strategy.variables.values())
+    kinds = Counter(shard.synchronizer for shard, _ in shards)
+    groups = {(shard.synchronizer, shard.group) for shard, _ in shards if shard.group is not None}
+    alone = sum(config.shard_count if len(config.shards) == 1 else 1 for shard, config in shards if shard.group is None)
+    many = "gradients or shards of them are" if cut else "gradients are"
+    found += [f"{_some(count, 'gradient is', many)} {_KINDS[kind]}" for kind, count in kinds.most_common()]
+    if shards:
+        found.append(f"they travel in {_some(len(groups) + alone, 'message')}")
+    elif strategy.fsdp is not None:
+        found.append(
+            f"{_some(len(strategy.fsdp.wrapped), 'module')} and what is left of the model are sharded by FSDP2"
+        )
+        return (*found, *_modules(strategy))
+    elif not strategy.operators:
+        found.append("every gradient is all-reduced alone")
+    if cut:
+        found.append(f"{_some(cut, 'variable is', 'variables are')} cut into shards")
+    if strategy.operators:
+        found.append(f"{_some(len(strategy.operators), 'operator is', 'operators are')} split over devices")
+    found += [_MODES[schedule.mode], _POLICIES[schedule.policy]]
+    if schedule.slice_bytes:
+        found.append(f"messages above {format_bytes(schedule.slice_bytes)} are cut into slices of that size")
+    found.append(f"{_some(schedule.in_flight, 'collective is', 'collectives are')} under way at once at most")
+    if schedule.credit_bytes is not None:
+        found.append(f"no more than {format_bytes(schedule.credit_bytes)} are under way at once")
+    for encoder, count in Counter(shard.encoder.name for shard, _ in shards).items():
+        if encoder != "none":
+            found.append(f"{_some(count, 'gradient is', 'gradients are')} encoded as {encoder}, which changes the sums")
+    if any(shard.staleness or shard.asynchronous for shard, _ in shards):
+        found.append("some replicas may be steps ahead of others")
+    return (*found, *_modules(strategy))
+
+
+def _modules(strategy: "Strategy") -> list[str]:
+    """What becomes of modules and batches."""
+    found = []
+    if strategy.accumulation > 1:
+        found.append(f"the batch is computed in {strategy.accumulation} micro-batches")
+    if strategy.recompute:
+        found.append(f"{_some(len(strategy.recompute), 'module is', 'modules are')} computed again in backward")
+    if strategy.fusion:
+        found.append(f"{_some(len(strategy.fusion), 'region is', 'regions are')} compiled")
+    return found
+
+
+def _some(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or f'{one}s'}"

@@ -1,0 +1,49 @@
+"""What Jupyter shows of results: short, self-contained, and without script."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offbeat import simulate, zoo
+from offbeat.cluster import ClusterSpec
+from offbeat.plan import lower
+from offbeat.runtime.handle import Decision, Handle
+from offbeat.search.frontier.model import Frontier, FrontierPoint
+from offbeat.strategy import Strategy, build_strategy
+
+CLUSTER = ClusterSpec.homogeneous(nodes=2, bandwidth="1Gbit/s")
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    graph = zoo.capture("mlp", 0.2)
+    strategy = build_strategy("overlap", graph, CLUSTER)
+    points = (FrontierPoint(2.0, 2**20, 1.5, 0.5, strategy), FrontierPoint(1.0, 2**24, 0.8, 0.2, strategy))
+    plan = lower(graph, CLUSTER, strategy)
+    engine, history = SimpleNamespace(mode="deferred"), [Decision(40, "keeps <pace>")]
+    handle = Handle(SimpleNamespace(plan=plan, engine=engine, history=history))  # type: ignore[arg-type]
+    return {"strategy": strategy, "timeline": simulate(plan), "frontier": Frontier(points), "handle": handle}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("strategy", "what the next forward needs first is sent first"),
+        ("timeline", "predicted step"),
+        ("frontier", "collective is under way"),
+        ("handle", "<li>step 40: keeps &lt;pace&gt;</li>"),
+    ],
+)
+def test_results_are_tables_and_pictures(shown: dict[str, Any], name: str, part: str) -> None:
+    html = shown[name]._repr_html_()
+    assert part in html
+    assert len(html) < 20_000
+    assert "<script" not in html
+    assert "src=" not in html
+    assert len(repr(shown[name])) < 160
+    assert "\n" not in repr(shown[name])
+
+
+def test_names_stay_text() -> None:
+    assert "<b>x</b>" not in Strategy(name="<b>x</b>")._repr_html_()
