@@ -143,23 +143,26 @@ class Grid:
 
 def exchange(local: Tensor, plan: Exchange, rank: int, group: str) -> Tensor:
     """This rank's new part; every rank must call it."""
+    # A part of the old one, because all ranks must trace the same dependencies to have the same order.
+    nothing = local.reshape(-1)[:0]
     if plan.local:
         region = plan.sends[rank]
         if region is None:
-            return local.new_empty(plan.sizes)
+            return nothing.view(plan.sizes)
         # A copy, so that the rest of the old part can be freed.
         return local[region].clone(memory_format=torch.contiguous_format)
     pieces = [local[region].reshape(-1) for region in plan.sends if region is not None]
-    outgoing = torch.cat(pieces) if pieces else local.new_empty(0)
+    outgoing = torch.cat(pieces or [nothing])
     received, sent = ([count_elements(region) for region in regions] for regions in (plan.receives, plan.sends))
     width = local.element_size()
     # As bytes, because not every backend knows every element type.
     arriving = c10d.all_to_all_single(
         outgoing.view(torch.uint8), [count * width for count in received], [count * width for count in sent], group
     )
-    incoming = c10d.wait_tensor(arriving).view(local.dtype).split(received)
-    found = [(region, piece) for region, piece in zip(plan.receives, incoming, strict=True) if region is not None]
-    return _joined(found, 0) if found else local.new_empty(plan.sizes)
+    incoming = c10d.wait_tensor(arriving).view(local.dtype)
+    pairs = zip(plan.receives, incoming.split(received), strict=True)
+    found = [(region, piece) for region, piece in pairs if region is not None]
+    return _joined(found, 0) if found else incoming.view(plan.sizes)
 
 
 def _joined(pieces: Sequence[tuple[Slices, Tensor]], axis: int) -> Tensor:
