@@ -6,7 +6,7 @@ RUNS := $(VENV)/.runs
 TOOLS := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: setup browser demo tour test test-slow test-gpu bench bench-page wheel lint format clean
+.PHONY: setup browser sshd demo tour test test-slow test-gpu bench bench-page wheel lint format clean
 
 setup: $(TOOLS)
 
@@ -35,8 +35,16 @@ browser:
 	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; \
 	} || echo "no browser could be installed: tests of pages are skipped"
 
+# Tests of `offbeat launch` need ssh and its server, else they are skipped. It is installed in containers only: systemd
+# would start it, and the machine would be open to logins.
+sshd:
+	@test -x /usr/sbin/sshd -a -x /usr/bin/ssh || { \
+	  test "$$(id -u)" = 0 -a ! -d /run/systemd/system && apt-get -qq update \
+	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends openssh-server openssh-client >/dev/null; \
+	} || echo "no ssh server is installed: tests of offbeat launch are skipped"
+
 # Another user of the machine can spoil one measurement, not three in a row.
-test: $(TOOLS) browser
+test: $(TOOLS) browser sshd
 	$(PYTEST) -m 'not slow and not timing' -n 2 --dist loadfile tests/unit
 	$(PYTEST) --reruns 2 -m 'not slow and timing' tests/unit tests/distributed tests/browser
 	$(PYTEST) -m 'not slow and not timing' -n 2 --dist loadfile tests/distributed tests/browser

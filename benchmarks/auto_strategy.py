@@ -214,7 +214,6 @@ def on_all_ranks(seconds: float) -> float:
 def judged(blocks: dict[str, list[float]]) -> dict[str, Any]:
     median = {name: statistics.median(seconds) * 1e3 for name, seconds in blocks.items()}
     best = min((name for name in median if name.startswith("ddp")), key=median.__getitem__)
-    mine, theirs = sorted(blocks["auto"])[1:-1], sorted(blocks[best])[1:-1]
     bound = max(median["compute"], median["network"])
     return {
         "median_ms": {name: round(value, 2) for name, value in median.items()},
@@ -224,8 +223,15 @@ def judged(blocks: dict[str, list[float]]) -> dict[str, Any]:
         "default_over_auto": round(median["ddp_default"] / median["auto"], 4),
         "best_over_auto": round(median[best] / median["auto"], 4),
         "auto_over_bound": round(median["auto"] / bound, 4),
-        "decided": mine[-1] < theirs[0] or theirs[-1] < mine[0],
+        "decided": apart(blocks["auto"], blocks[best]),
     }
+
+
+def apart(mine: list[float], theirs: list[float]) -> bool:
+    """Whether the blocks of two variants lie apart, the fastest and the slowest of five or more left out."""
+    kept = slice(1, -1) if len(mine) >= 5 else slice(None)
+    mine, theirs = sorted(mine)[kept], sorted(theirs)[kept]
+    return mine[-1] < theirs[0] or theirs[-1] < mine[0]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

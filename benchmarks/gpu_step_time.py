@@ -67,7 +67,7 @@ FILLED = 2
 """Steps before the clock starts: a plan that defers updates then has a step's outstanding at both ends."""
 STEPS = (3, 8)
 TRIED_STEPS, TRIED_WARM = 3, 2
-SETTLING_SHARE = 0.5
+SETTLING_SHARE = 0.6
 """Of a case's time that "auto" may take to settle."""
 SETTLING_CHUNK = 20
 LEAST_SETTLING_STEPS, MOST_SETTLING_STEPS = 30, 400

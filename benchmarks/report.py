@@ -1,10 +1,11 @@
-"""benchmarks/results/*.json → docs/benchmarks.md, and the measured figures of README.md.
+"""benchmarks/results/*.json → docs/benchmarks.md, and the measured figures and the picture of README.md.
 
     python benchmarks/report.py [--check]
 
 The same files give the same bytes; nothing comes from the clock. `SECTIONS` names a function of tables.py for each
 benchmark. Files that no section knows get a generic table. `README_FIGURES` makes the lines between README's `measured`
-marks. `--check` writes nothing and fails where the documents say something else than the results.
+marks, picture.py its picture. `--check` writes nothing and fails where the documents say something else than the
+results.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from picture import Panel, auto_panel, draw, gpu_panel
 from tables import (
     TARGETS,
     Lines,
@@ -29,7 +31,13 @@ from tables import (
     frontier_findings,
     frontier_speed,
     generic,
+    gpu_cases,
+    gpu_failed,
     gpu_overhead,
+    gpu_replay_accuracy,
+    gpu_step_time,
+    gpu_verdicts,
+    listed,
     memory_accuracy,
     over_faster_ddp,
     pace_speed,
@@ -37,6 +45,7 @@ from tables import (
     peers,
     percent,
     ranking,
+    ratios,
     replay_accuracy,
     replay_speed,
     scaling,
@@ -50,6 +59,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "images" / "step_times.svg"
 MARKS = ("<!-- measured: written by benchmarks/report.py -->", "<!-- end of measured -->")
 
 
@@ -175,6 +185,31 @@ SECTIONS = (
         "2026-11-15",
     ),
     Section(
+        "gpu_step_time",
+        "Step time on a GPU",
+        "Several NCCL ranks on one GPU through MPS, as `offbeat emulate --gpu` starts them, each an emulated host with "
+        "a shaped link. The batch is chosen so that compute takes 0.4 (network-bound), 1 (balanced) or 2 "
+        '(compute-bound) times as long as all-reducing the gradients. "auto", started cold, alternates with DDP at its '
+        "default and at the two best of five bucket sizes, FSDP2, and DDP's fp16 hook, which loses precision. Fused "
+        "AdamW, bf16 autocast; medians of blocks of steps on the GPU's clock, of the slowest rank. The bound is "
+        "max(compute, network). A case is noisy where blocks of auto and of the best DDP overlap.",
+        gpu_step_time,
+        "python benchmarks/gpu_step_time.py --output benchmarks/results/gpu_step_time.json [--clip]",
+        "a GPU",
+        "2026-11-18",
+    ),
+    Section(
+        "gpu_replay_accuracy",
+        "Replay on a GPU",
+        "Error of predicted step times, |predicted / measured - 1|, of several NCCL ranks on one GPU through MPS, "
+        "with shaped links of 5 and 10 Gbit/s. One profile of each model, recorded with `overlap` at 5 Gbit/s, "
+        "predicts all other runs.",
+        gpu_replay_accuracy,
+        "python benchmarks/gpu_replay_accuracy.py --json --record FOLDER",
+        "a GPU",
+        "2026-11-18",
+    ),
+    Section(
         "gpu_overhead",
         "Overhead on a GPU",
         "One GPU, so that nothing is gained by communicating better; bf16, AdamW.",
@@ -222,8 +257,8 @@ def wrapped(line: str) -> str:
 
 def opening(summary: Result | None) -> Lines:
     lines = [
-        "Written by `make bench-page` from `benchmarks/results/`, which `make bench` fills. Steps on emulated hosts "
-        "are given as ratios, because their absolute times say nothing about other machines.",
+        "Written by `make bench-page` from `benchmarks/results/`, which `make bench` fills. Steps on emulated CPU "
+        "hosts are given as ratios, because their absolute times say nothing about other machines.",
         "",
     ]
     if summary is None:
@@ -320,6 +355,30 @@ def _gpu_figure(result: Result) -> str:
     )
 
 
+def _gpu_step_figure(result: Result) -> str:
+    cases = gpu_cases(result)
+    clipped, failed = sum(row["clip"] for row in cases), len(gpu_failed(result))
+    return (
+        f"With {listed(sorted({row['ranks'] for row in cases}))} NCCL ranks on one {cases[0]['device']} and emulated "
+        f'links of {listed(sorted({row["gbit"] for row in cases}))} Gbit/s, `strategy="auto"` is '
+        f"{ratios(cases, 'default_over_auto')} times as fast as DDP with default buckets and "
+        f"{ratios(cases, 'best_over_auto')} times as fast as the best of six settings of DDP's buckets: medians and "
+        f"ranges of {len(cases)} cases, {clipped} of them clipped. Against the best DDP it is {gpu_verdicts(cases)}"
+        f"{f'; {failed} more failed' if failed else ''}"
+    )
+
+
+def _gpu_replay_figure(result: Result) -> str:
+    whole = result["summary"]
+    own, cross, naive = whole["same"], whole["cross"], whole["daydream"]
+    return (
+        f"For NCCL ranks on one GPU, replay's median error is {percent(own['median'])} for a recorded job's step "
+        f"(worst {percent(own['worst'])}) and {percent(cross['median'])} for other strategies and links (worst "
+        f"{percent(cross['worst'])}; Daydream's way: {percent(naive['median'])} and {percent(naive['worst'])}), over "
+        f"{whole['runs']} runs; recording makes steps {percent(whole['recorder_overhead']['median'])} longer"
+    )
+
+
 def _tune_figure(result: Result) -> str:
     gains = [row["speedup"] for row in result["rows"] if row["speedup"] and row["search"] == "combined"]
     return (
@@ -332,6 +391,8 @@ README_FIGURES = (
     Figure("auto_strategy", _auto_figure),
     Figure("replay_accuracy", _replay_figure),
     Figure("replay_speed", _speed_figure),
+    Figure("gpu_step_time", _gpu_step_figure),
+    Figure("gpu_replay_accuracy", _gpu_replay_figure),
     Figure("gpu_overhead", _gpu_figure),
     Figure("tune", _tune_figure),
 )
@@ -352,6 +413,13 @@ def readme(text: str, results: dict[str, Result]) -> str:
     return f"{before}{MARKS[0]}\n" + "\n".join(lines) + f"\n{MARKS[1]}{after}"
 
 
+def picture(results: dict[str, Result]) -> str:
+    """The text of docs/images/step_times.svg."""
+    panels: dict[str, Callable[[Result, str], Panel]] = {"auto_strategy": auto_panel, "gpu_step_time": gpu_panel}
+    commands = {section.name: section.command for section in SECTIONS}
+    return draw([make(results[name], commands[name]) for name, make in panels.items() if name in results])
+
+
 def link_to(title: str) -> str:
     return f"docs/benchmarks.md#{anchor(title)}"
 
@@ -367,7 +435,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the documents are not current")
     options = parser.parse_args()
     results = load(RESULTS)
-    wanted = {PAGE: page(results), README: readme(README.read_text(), results)}
+    wanted = {PAGE: page(results), README: readme(README.read_text(), results), PICTURE: picture(results)}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if options.check:
         sys.exit(f"not current, run make bench-page: {', '.join(path.name for path in stale)}" if stale else 0)

@@ -139,7 +139,7 @@ def resources() -> dict[str, int]:
 def needs(model: Any) -> dict[str, int]:
     """What the plans so far need: process groups, which stay open for the next plan, and their threads."""
     opened = model._offbeat.opened
-    return {"groups": len(opened), "in_flight": sum(in_flight for _, _, in_flight in opened)}
+    return {"groups": len(opened), "in_flight": sum(in_flight for _, _, in_flight, _ in opened)}
 
 
 def save(folder: Path, rank: int, step: int, model: Any, optimizer: Any, losses: list[float]) -> None:

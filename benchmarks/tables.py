@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from auto_strategy import apart
+
 Result = dict[str, Any]
 Lines = list[str]
 
@@ -28,11 +30,19 @@ TARGETS = {
     "auto_strategy": Target(0.99, "Offbeat: the best DDP's step over its own"),
     "peers": Target(1.0, "Offbeat: no slower than the best exact peer"),
     "gpu_overhead": Target(1.02, "Offbeat: times DDP's step where nothing can be gained"),
+    "gpu_default": Target(1.25, "Offbeat: times as fast as DDP's default on GPU ranks, median of the cases"),
+    "gpu_bound": Target(1.05, "Offbeat: times max(compute, network) on GPU ranks, balanced; or the next"),
+    "gpu_best": Target(1.15, "Offbeat: times as fast as DDP with its best bucket size on GPU ranks, balanced"),
     "same": Target(0.03, "Offbeat: median error of predicting a run from its own profile (dPRO: under 5%)"),
     "same_worst": Target(0.08, "Offbeat: the worst such error (dPRO: 5.6%)"),
     "cross": Target(0.06, "Offbeat: median error of predicting another strategy at another bandwidth"),
     "cross_worst": Target(0.15, "Offbeat: the worst such error"),
     "recorder": Target(0.05, "Offbeat: what recording costs (dPRO: 5.86%)"),
+    "gpu_same": Target(0.02, "Offbeat: median error of predicting a run on GPU ranks from its own profile"),
+    "gpu_same_worst": Target(0.06, "Offbeat: the worst such error"),
+    "gpu_cross": Target(0.04, "Offbeat: median error of predicting another strategy or bandwidth on GPU ranks"),
+    "gpu_cross_worst": Target(0.12, "Offbeat: the worst such error"),
+    "gpu_recorder": Target(0.03, "Offbeat: what recording costs on GPU ranks"),
     "memory": Target(0.06, "Offbeat: error of estimated memory (dPRO: 5.25%)"),
     "tune": Target(1.2, "AutoDist: 1.2 to 1.6 times as fast as hand-tuned builders"),
 }
@@ -133,6 +143,96 @@ def auto_strategy(result: Result) -> Lines:
     return [said, "", *table(heads, rows)]
 
 
+def gpu_cases(result: Result) -> list[Result]:
+    """The cases that ended, those of one setting together, whatever the order in which they were run."""
+    ended = [row for row in result["rows"] if "error" not in row]
+    regimes = ("network-bound", "balanced", "compute-bound")
+    return sorted(ended, key=lambda row: (
+        row["precision"], row["clip"], row["ranks"], -row["gbit"], row["model"], regimes.index(row["regime"])
+    ))  # fmt: skip
+
+
+def gpu_failed(result: Result) -> list[str]:
+    """The names of the cases that did not end."""
+    return [f"{row['name']}{gpu_setting(row)}" for row in result["rows"] if "error" in row]
+
+
+def gpu_decided(row: Result) -> bool:
+    """Whether Offbeat's blocks and the best DDP's lie apart."""
+    return apart(row["blocks_ms"]["auto"], row["blocks_ms"][row["best"]])
+
+
+def gpu_setting(row: Result) -> str:
+    """What a case has besides its name."""
+    return f"{', clipped' if row['clip'] else ''}{', bf16 weights' if row['precision'] == 'bf16' else ''}"
+
+
+GPU_CASES = 36
+"""That `gpu_step_time.py --list` names."""
+
+
+def gpu_step_time(result: Result) -> Lines:
+    cases = gpu_cases(result)
+    plain = sum(not row["clip"] for row in cases)
+    device = listed(sorted({row["device"] for row in cases}))
+    lines = [f"{device}. Of the {GPU_CASES} cases {plain} were run, and {len(cases) - plain} with clipping.", ""]
+    for setting in dict.fromkeys(map(gpu_setting, cases)):
+        of = [row for row in cases if gpu_setting(row) == setting]
+        default, goal = statistics.median(row["default_over_auto"] for row in of), TARGETS["gpu_default"].value
+        target = "" if of[0]["clip"] else f", target of the median {goal:.2f}: {at_least(default, goal)}"
+        lines.append(
+            f"- {len(of)} cases{setting}: DDP's default / auto {ratios(of, 'default_over_auto')}{target}; best DDP / "
+            f"auto {ratios(of, 'best_over_auto')}; auto against the best DDP: {gpu_verdicts(of)}."
+        )
+    lines += [f"- Failed: {'; '.join(gpu_failed(result))}."] if gpu_failed(result) else []
+    ms = ("compute", "network", "bound", "DDP default", "best DDP (its bucket)", "FSDP2", "fp16 hook")
+    verdicts = ("auto / bound", "DDP / auto", "best DDP / auto", "auto against the best", "target")
+    heads = ("case", *ms, "Offbeat auto (its plan)", *verdicts)
+    return [*lines, "", "Times in milliseconds:", "", *table(heads, map(_gpu_row, cases))]
+
+
+def _gpu_row(row: Result) -> tuple[Any, ...]:
+    median, bucket = row["median_ms"], row["best"].removeprefix("ddp_")
+    plan = f"{row['plan']}, {row['mode']}{'' if row['settled'] else ', not settled'}"
+    return (
+        f"{row['name']}{gpu_setting(row)}",
+        *(f"{ms:.1f}" for ms in (median["compute"], median["network"], row["bound_ms"], median["ddp_default"])),
+        f"{median[row['best']]:.1f} ({bucket if bucket == 'default' else f'{bucket} MiB'})",
+        f"{median['fsdp2']:.1f}",
+        f"{median['fp16_hook']:.1f}",
+        f"{median['auto']:.1f} ({plan})",
+        *(f"{row[name]:.3f}" for name in ("auto_over_bound", "default_over_auto", "best_over_auto")),
+        "decided" if gpu_decided(row) else "noisy",
+        _gpu_verdict(row),
+    )
+
+
+def _gpu_verdict(row: Result) -> str:
+    """Which target a case has, and whether it reached it."""
+    balanced = row["regime"] == "balanced" and not row["clip"]
+    if balanced and row["auto_over_bound"] <= TARGETS["gpu_bound"].value:
+        return f"auto / bound {TARGETS['gpu_bound'].value:.2f}: reached"
+    target = TARGETS["gpu_best" if balanced else "auto_strategy"].value
+    return f"best DDP / auto {target:.2f}: {at_least(row['best_over_auto'], target)}"
+
+
+def gpu_verdicts(rows: list[Result]) -> str:
+    """How many cases Offbeat wins and loses against the best DDP."""
+    decided = [row["best_over_auto"] for row in rows if gpu_decided(row)]
+    faster = sum(ratio > 1 for ratio in decided)
+    return f"faster in {faster}, slower in {len(decided) - faster}, noisy in {len(rows) - len(decided)}"
+
+
+def ratios(rows: list[Result], name: str) -> str:
+    values = [row[name] for row in rows]
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def listed(words: Iterable[Any]) -> str:
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def peers(result: Result) -> Lines:
     lines: Lines = []
     for row in result["rows"]:
@@ -168,6 +268,14 @@ def replay_accuracy(result: Result) -> Lines:
     return lines
 
 
+def gpu_replay_accuracy(result: Result) -> Lines:
+    ranks, models, strategies = (
+        listed(dict.fromkeys(row[kind] for row in result["rows"])) for kind in ("hosts", "model", "strategy")
+    )
+    said = f"Run with {ranks} ranks: {models}, each by {strategies}."
+    return [said, "", *table(_ACCURACY_HEADS, _accuracy_rows(result["summary"], "gpu_"))]
+
+
 _ACCURACY_HEADS = ("prediction of", "runs", "median error", "target of the median", "worst", "target of the worst")
 _PREDICTIONS = {
     "same": "its own run",
@@ -177,19 +285,20 @@ _PREDICTIONS = {
 }
 
 
-def _accuracy_rows(summary: Result) -> list[tuple[Any, ...]]:
+def _accuracy_rows(summary: Result, whose: str = "") -> list[tuple[Any, ...]]:
+    """The table of a summary; `whose` begins the names of its targets."""
     rows: list[tuple[Any, ...]] = []
     for kind, shown in _PREDICTIONS.items():
         if kind in summary:
             of = summary[kind]
             verdicts = ["a baseline", "a baseline"]
-            if kind in TARGETS:
-                goals = {"median": TARGETS[kind].value, "worst": TARGETS[f"{kind}_worst"].value}
+            if whose + kind in TARGETS:
+                goals = {"median": TARGETS[whose + kind].value, "worst": TARGETS[f"{whose}{kind}_worst"].value}
                 verdicts = [f"{percent(goal, 0)}: {at_most(of[which], goal)}" for which, goal in goals.items()]
             rows.append(
                 (shown, of["predictions"], percent(of["median"]), verdicts[0], percent(of["worst"]), verdicts[1])
             )
-    of, overhead = summary["recorder_overhead"], TARGETS["recorder"].value
+    of, overhead = summary["recorder_overhead"], TARGETS[f"{whose}recorder"].value
     verdict = f"{percent(overhead, 0)}: {at_most(of['median'], overhead)}"
     rows.append(("recorder's overhead", summary["runs"], percent(of["median"]), verdict, percent(of["worst"]), ""))
     return rows

@@ -3,7 +3,7 @@
     python benchmarks/tune.py --json [--quick] [--model vgg ...] [--cluster mixed ...] [--trials 20] [--replayed]
 
 For each model and cluster the hand-made builders are measured first, each with several settings. Then each search gets
-`--trials` trials: `random` draws within the constraints, `autosync` adds the predefined and the recurrent model,
+`--trials` trials: `random` draws within the constraints, `rnn` adds the predefined and the recurrent model,
 `replay` Offbeat's replayer, `combined` the replayer at costs that trials tell. All start without earlier trials, and
 the last of the trials are second runs of each search's finalists. Recorded are the best so far and the hit rate (share
 of trials that beat the best builder's first one) after every trial, as in AutoDist's figure 9. At the end the three
@@ -42,7 +42,7 @@ from step_time import machine
 
 FINALISTS = 3
 CEILING_REPLAYS = 300
-SEARCHES = ("random", "autosync", "replay", "combined")
+SEARCHES = ("random", "rnn", "replay", "combined")
 BUILDERS = {
     "all_reduce": [{"chunk": chunk} for chunk in (1, 4, 16, 64)],
     "ps_load_balanced": [{}],

@@ -43,6 +43,7 @@ def distribute(
     *,
     example_inputs: Any = None,
     loss_fn: Any = None,
+    memory_limit: str | float | None = None,
     cluster: ClusterSpec | None = None,
     timeout: timedelta | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -57,6 +58,10 @@ def distribute(
     starts with a plan that fits the link as measured, records some steps, and moves to a better plan if there is one
     (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
     objects.
+
+    With `memory_limit` (bytes of each device, '20GiB', or 'auto' for what the devices have) and `example_inputs`, the
+    strategy is the one with the shortest predicted step among those that fit: replicated, with sharded updates, or
+    fully sharded by torch's FSDP2, with recomputation and micro-batches where they are needed.
 
     A job with parallelism of its own passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
     dimension. With `find_unused_parameters` ranks ask each other in every step which parameters none of them used; by
@@ -80,6 +85,12 @@ def distribute(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
         )
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
+    if memory_limit is not None:
+        if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
+            raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
+        from offbeat.search.within import strategy_within
+
+        strategy = strategy_within(memory_limit, graph, cluster, world, micro_batches=loss_fn is None)
     chosen = resolve_strategy(strategy, graph, cluster, world)
     if chosen.operators:
         if world.size != dist.get_world_size():
@@ -92,6 +103,11 @@ def distribute(
         ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
+    if chosen.fsdp is not None:
+        from offbeat.runtime.fsdp import FsdpRuntime
+
+        FsdpRuntime(model, optimizer, plan, world)
+        return model, optimizer
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1:
@@ -189,5 +205,7 @@ def join_job(timeout: timedelta | None = None) -> None:
 def _this_cluster(world: TorchWorld) -> ClusterSpec:
     """The nodes that the job's ranks say they run on."""
     nodes = world.all_gather_object(this_place().node)
+    if world.device.type == "cuda":
+        return ClusterSpec.of_ranks(nodes, device=torch.cuda.get_device_name()) or ClusterSpec.local(world.size)
     several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
     return several or ClusterSpec.local(world.size)

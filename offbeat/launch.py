@@ -1,17 +1,22 @@
 """A program and ranks → processes, started as torchrun would, and how they ended."""
 
 import contextlib
+import json
 import os
+import select
+import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, Self, TextIO
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
@@ -22,6 +27,14 @@ _LOST_PEER = ("WorkerLost", "closed by peer", "reset by peer", "Broken pipe", "c
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 """Variables in which launchers number a job's nodes."""
 Outcome = Literal["exited", "stopped", "timed out"]
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
+SSH_FAILED = 255
+"""Exit code of ssh itself, where it could not connect or has lost its connection."""
+HEARTBEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0
+"""A node hears from the launcher so often, and gives up after so long a silence: a cut connection tells nobody."""
+_SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10")
+_RUN_NODE = "from offbeat.launch import run_node; run_node()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +188,147 @@ class LocalJob(Job):
         )
 
 
+class Shown:
+    """Processes → their lines in this process's output, each behind a prefix."""
+
+    def __init__(self) -> None:
+        self.readers: list[threading.Thread] = []
+
+    def started(self, start: Callable[..., RankProcess], prefix: str = "[{}] ") -> Callable[..., RankProcess]:
+        """`start` for a `Job`, with the lines of what it starts shown."""
+
+        def shown(rank: int, **_: object) -> RankProcess:
+            process = start(rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for stream, shown_on in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                arguments = (prefix.format(rank), stream, shown_on)
+                self.readers.append(threading.Thread(target=_show_lines, args=arguments, daemon=True))
+                self.readers[-1].start()
+            return process
+
+        return shown
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until everything is shown, which takes the end of all processes that could still write."""
+        for reader in self.readers:
+            reader.join(timeout)
+
+
+def _show_lines(prefix: str, stream: IO[bytes], shown_on: TextIO) -> None:
+    with stream:
+        for line in stream:
+            text = line.rstrip(b"\n").decode(errors="replace")
+            with contextlib.suppress(BrokenPipeError):
+                shown_on.write(f"{prefix}{text}\n")
+                shown_on.flush()
+
+
+@dataclass(frozen=True)
+class RemoteNode:
+    """A machine that ssh reaches, and what it runs."""
+
+    name: str
+    address: str
+    ranks: Sequence[int]
+    world_size: int
+    master: tuple[str, int]
+    environment: Mapping[str, str]
+    """Beside the machine's own, and what torchrun sets for all."""
+
+
+class NodeProcess(RankProcess):
+    """An ssh connection under which a node's ranks run: they end when its input does."""
+
+    def tell(self, line: bytes = b"") -> None:
+        """Sends a line; where the connection has ended, its exit code tells."""
+        assert self.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.stdin.write(line + b"\n")
+            self.stdin.flush()
+
+    def send_signal(self, sig: int) -> None:
+        if sig == signal.SIGTERM and self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
+        else:
+            super().send_signal(sig)
+
+
+def start_node(
+    node: RemoteNode, program: Sequence[str], folder: str, python: str, ssh: Sequence[str], **output: Any
+) -> NodeProcess:
+    """Runs a program as the ranks of a node, in the same folder and with the same interpreter as here."""
+    path = os.environ.get("PYTHONPATH")
+    variables = [] if path is None else ["env", f"PYTHONPATH={path}"]
+    command = f"cd {shlex.quote(folder)} && exec {shlex.join([*variables, python, '-c', _RUN_NODE])}"
+    argv = [*ssh, *_SSH_OPTIONS, "--", node.address, command]
+    process = NodeProcess(argv, stdin=subprocess.PIPE, **output)
+    task = {"program": list(program), **asdict(node), "ranks": list(node.ranks), "silence_seconds": SILENCE_SECONDS}
+    process.tell(json.dumps(task).encode())
+    return process
+
+
+def run_node() -> None:
+    """A node's side of `start_node`: runs the ranks that the first line of the input names.
+
+    They end when the input does, or when nothing has come for too long."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(INTERRUPTED)
+    task = json.loads(line)
+    program, ranks = task["program"], task["ranks"]
+    common = job_environment(len(ranks), task["world_size"], task["master"])
+    environment = {**_interface(task["address"]), **common, **task["environment"]}
+    if program[0].endswith(".py") or program[0].startswith("-"):
+        program = [sys.executable, *program]
+
+    def start(rank: int, **output: Any) -> RankProcess:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(ranks.index(rank))}
+        return RankProcess(program, stdin=subprocess.DEVNULL, env={**environment, **own}, **output)
+
+    left = threading.Event()
+
+    def until_the_input_ends() -> None:
+        while select.select([0], [], [], task["silence_seconds"])[0] and os.read(0, 4096):
+            pass
+        left.set()
+
+    threading.Thread(target=until_the_input_ends, daemon=True).start()
+    shown = Shown()
+    job = Job(shown.started(start), ranks, captured=False)
+    try:
+        with job:
+            while job.poll() and not left.wait(POLL_SECONDS):
+                pass
+            code = INTERRUPTED if left.is_set() else job_exit_code(job.finish())
+    except OSError as error:
+        code = 127
+        print(f"{program[0]}: {error.strerror}", file=sys.stderr)
+    for process in job.processes:
+        # What a rank has left behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    shown.join(GRACE_SECONDS)
+    sys.exit(code)
+
+
+def _interface(address: str) -> dict[str, str]:
+    """The network interface that has an address, for gloo and NCCL, which would take any."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        wanted = socket.inet_aton(socket.gethostbyname(address))
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                # SIOCGIFADDR: a struct ifreq, in which a sockaddr_in follows the name.
+                answer = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    found = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
+    return found
+
+
 def job_environment(local_ranks: int, world_size: int, master: tuple[str, int]) -> dict[str, str]:
     """The variables that torchrun sets for all workers of a machine."""
     environment = {
@@ -233,6 +387,14 @@ def last_words(end: RankEnd) -> str:
 def exit_code(returncode: int) -> int:
     """As shells give it: 128 + n for a process that signal n ended."""
     return returncode if returncode >= 0 else 128 - returncode
+
+
+def job_exit_code(ends: Sequence[RankEnd]) -> int:
+    """0, the exit code of the rank that failed first, or 124 when time was up."""
+    failure = first_failure(ends)
+    if failure is not None:
+        return exit_code(failure.returncode)
+    return TIMED_OUT if any(end.outcome == "timed out" for end in ends) else 0
 
 
 def free_port(address: str = "") -> int:

@@ -245,6 +245,12 @@ def is_flat_parameter(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_is_flat_param", False)
 
 
+def gather_asynchronously(model: Any) -> None:
+    """Lets a fully sharded model's gathers run beside compute where there are no streams; without it they block."""
+    if hasattr(model, "_set_unshard_async_op"):
+        model._set_unshard_async_op(True)
+
+
 def has_communication_hook(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Whether a communication hook is registered, of which there can be one only."""
     return bool(model._comm_hooks)

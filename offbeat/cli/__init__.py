@@ -5,7 +5,20 @@ Each command is a short function in one of the modules below. Everything heavy i
 """
 
 # Importing a module registers its commands; help lists them in this order.
-from offbeat.cli import catalogue, planning, frontier, profiling, report, searching, emulate, demo, tour, doctor, tuning  # noqa: F401, I001
+from offbeat.cli import (  # noqa: F401, I001
+    catalogue,
+    planning,
+    frontier,
+    profiling,
+    report,
+    searching,
+    emulate,
+    launch,
+    demo,
+    tour,
+    doctor,
+    tuning,
+)
 from offbeat.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -12,9 +12,8 @@ from typer import Argument, Option
 
 from offbeat.cli.show import say
 from offbeat.errors import OffbeatError
+from offbeat.launch import INTERRUPTED
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
 SCRIPT_SETTINGS = {"ignore_unknown_options": True}
 """What a command that runs a script does not know goes to the script, and so does everything behind '--'."""
 

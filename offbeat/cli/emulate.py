@@ -1,19 +1,17 @@
 """offbeat emulate: a script → ranks on a cluster that is emulated on this machine."""
 
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from offbeat.cli.app import SCRIPT_SETTINGS, Json, Script, app
 from offbeat.cli.show import exit_if_failed, print_json, stdout_to_stderr
 from offbeat.errors import OffbeatError
-from offbeat.launch import TIMED_OUT, Job, RankProcess, exit_code, first_failure
+from offbeat.launch import Job, Shown, job_exit_code
 
 if TYPE_CHECKING:
     from offbeat.emulate import Emulation
@@ -59,29 +57,15 @@ def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | N
     Returns 0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 when time was up. The
     other ranks are then stopped.
     """
-    readers: list[threading.Thread] = []
+    shown = Shown()
     try:
         with emulation:
-            port = emulation.new_port()
-
-            def start(rank: int, **_: object) -> RankProcess:
-                pipe = subprocess.PIPE
-                process = emulation.popen(rank, program, stdout=pipe, stderr=pipe, master_port=port)
-                for stream, shown_on in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                    shown = (f"[{rank}] ", stream, shown_on)
-                    readers.append(threading.Thread(target=_show_lines, args=shown, daemon=True))
-                    readers[-1].start()
-                return process
-
+            start = shown.started(partial(emulation.popen, program=program, master_port=emulation.new_port()))
             ends = Job(start, range(emulation.world_size), captured=False).run(timeout)
     finally:
         # Every process that could still write has ended with the emulation.
-        for reader in readers:
-            reader.join()
-    failure = first_failure(ends)
-    if failure is not None:
-        return exit_code(failure.returncode)
-    return TIMED_OUT if any(end.outcome == "timed out" for end in ends) else 0
+        shown.join()
+    return job_exit_code(ends)
 
 
 def link_rates(text: str, hosts: int) -> int | list[str]:
@@ -92,11 +76,3 @@ def link_rates(text: str, hosts: int) -> int | list[str]:
     if len(rates) != hosts:
         raise OffbeatError(f"bandwidth: {len(rates)} are given for {hosts} hosts")
     return rates
-
-
-def _show_lines(prefix: str, stream: IO[bytes], shown_on: TextIO) -> None:
-    with stream:
-        for line in stream:
-            text = line.rstrip(b"\n").decode(errors="replace")
-            shown_on.write(f"{prefix}{text}\n")
-            shown_on.flush()

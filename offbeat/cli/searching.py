@@ -40,7 +40,7 @@ def optimize(
         str | None,
         Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.", autocompletion=complete_cluster),
     ] = None,
-    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB.")] = None,
+    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB, or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
         int | None, Option(min=1, help="Ranks of the job, where one rank's trace stands for all; or another number.")
@@ -58,6 +58,7 @@ def optimize(
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
         from offbeat.search.optimize import recommend
+        from offbeat.strategy.code import torch_code
 
         recipe = None
         if named:
@@ -70,15 +71,18 @@ def optimize(
                 f"{' '.join((recipe.builder, *options))}; --model gives them names"
             )
         explanation = explain(best, graph, spec, costs, **measured)
+        code = "" if best.fsdp is None else torch_code(best)
     if output is not None:
         (recipe or best).save(output)
     if as_json:
-        facts = {"output": None if output is None else str(output), "notes": notes}
+        facts = {"output": None if output is None else str(output), "notes": notes} | ({"code": code} if code else {})
         print_json(explanation.to_dict() | facts | ({"recipe": recipe.model_dump()} if recipe else {}))
     else:
         print(explanation.text())
         for note in notes:
             print(f"Note: {note}.")
+        if code:
+            print(f"\nThe same in a script without Offbeat, before its optimizer is made:\n\n{code}")
 
 
 @app.command(

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from offbeat import units
-from offbeat.cli.app import INTERRUPTED, Json, app
+from offbeat.cli.app import Json, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
+from offbeat.launch import INTERRUPTED
 
 if TYPE_CHECKING:
     from offbeat.search.auto.store import TrialStore
@@ -41,7 +42,7 @@ def tune(
     hosts: Annotated[int | None, Option(min=1, help="Emulate this many hosts instead.")] = None,
     bandwidth: Annotated[str, Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
     cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
-    guide: Annotated[str, Option(help="combined, replay, autosync, predefined or random.")] = "combined",
+    guide: Annotated[str, Option(help="combined, replay, rnn, gat, linear, predefined or random.")] = "combined",
     seed: Annotated[int, Option(min=0, help="Of the sampler.")] = 0,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps of a trial.")] = 10,
     steps: Annotated[int, Option(min=1, help="Timed steps of a trial.")] = 40,

@@ -7,7 +7,7 @@ linear fit. With several in flight, the overhead is what each of several back-to
 large ones it is hidden behind their bytes (`in_a_row`).
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
@@ -185,22 +185,24 @@ _FORM = TypeAdapter(Costs)
 _NOT_IN_FORM: dict[str, Any] = {"collectives": {}, "within": {}, "factors": {}, "call_seconds": 0.0}
 
 
-def in_a_row(taken: Sequence[float], overhead: Sequence[float], in_flight: int) -> list[float]:
+def in_a_row(
+    taken: Sequence[float], overhead: Sequence[float], in_flight: int, beside: Sequence[int] | None = None
+) -> list[float]:
     """Seconds for which each of some collectives, issued one behind another, keeps the link from the next.
 
     `taken` are their seconds among equals and `overhead` the part without bytes, in which the backend's threads wake
     and the ranks learn that the others are there. That begins when one of the `in_flight` before has ended, and delays
     the wire only as far as it outlasts what the others have there. Where two small ones are under way and one ends
-    every `overhead`, each one takes twice as long.
+    every `overhead`, each one takes twice as long. `beside` says how many of those before each may be under way with
+    it, where they are fewer.
     """
     if in_flight < 2:
         return list(taken)
     found: list[float] = []
-    others: deque[float] = deque(maxlen=in_flight - 1)
-    for seconds, fixed in zip(taken, overhead, strict=True):
+    for place, (seconds, fixed) in enumerate(zip(taken, overhead, strict=True)):
+        others = found[max(0, place - (in_flight - 1 if beside is None else beside[place])) :]
         ahead = max(0.0, CALIBRATED_IN_FLIGHT * fixed - sum(others)) if others else fixed
         found.append(seconds - fixed + ahead)
-        others.append(found[-1])
     return found
 
 

@@ -9,12 +9,17 @@ What does not come and go with operators is added beside: weights, the optimizer
 update), the batch, and the buffers of Offbeat's runtime. Gradients are allocated as backward makes them; Offbeat's
 runtime copies them into flat buffers that persist, torch's own loop keeps them until `zero_grad()`.
 
+With `fully_shard`, what persists is a rank's own parts. Each unit's variables come and go beside them (`_add_units`):
+the flat buffer they are gathered into, from when that is issued; they themselves, until they are freed; and the flat
+buffer of gradients that is reduced while the next unit computes.
+
 Not counted: the process itself, the CUDA context, the allocator's fragmentation.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -76,14 +81,14 @@ def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offb
     if rank not in plan.replicas:
         raise OffbeatError(f"memory: rank {rank} holds no replica; the replicas are on ranks {list(plan.replicas)}")
     held, at_step = _standing(plan, rank, runtime)
-    names, activations, gradients = _replay(plan, runtime)
-    totals = activations + gradients
+    names, passing = _replay(plan, runtime)
+    totals = sum(passing.values(), np.zeros(len(names), np.int64))
     if at_step.total() >= totals.max(initial=0):
         held.update(at_step)
         at = "optimizer"
     else:
         peak = int(totals.argmax())
-        held.update(gradients=int(gradients[peak]), activations=int(activations[peak]))
+        held.update({kind: int(held_bytes[peak]) for kind, held_bytes in passing.items()})
         at = names[peak]
     kinds = (each.name for each in fields(MemoryEstimate) if each.name != "peak_at")
     return MemoryEstimate(**{kind: held[kind] for kind in kinds}, peak_at=at)
@@ -107,11 +112,27 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
         at_step["gradients"] = sum(gradient_bytes(variable) for variable in graph.gradient_order)
         _add_updates(held, at_step, [variable.bytes for variable in graph.gradient_order], plan, rank)
         return held, at_step
+    if plan.strategy.fsdp is not None:
+        _add_parts(held, at_step, plan, rank)
+        return held, at_step
     if len(plan.replicas) > 1:
         held["communication"] = sum(c.bytes for c in graph.constants if c.kind == "buffer")
     for message in plan.messages:
         _add_message(held, at_step, message, plan, rank)
     return held, at_step
+
+
+def _add_parts(held: Bytes, at_step: Bytes, plan: Plan, rank: int) -> None:
+    """A rank's own parts of fully sharded variables: their values, gradients and state."""
+    sizes = [variable.bytes for variable in plan.graph.gradient_order]
+    frozen = sum(constant.bytes for constant in plan.graph.constants if constant.kind == "frozen")
+    whole = sum(variable.bytes for variable in plan.graph.variables) + frozen
+    held["weights"] -= whole - whole // plan.shards
+    at_step["gradients"] = sum(sizes) // plan.shards
+    if plan.strategy.accumulation > 1:
+        # The sum of the earlier micro-batches' gradients is kept aside.
+        held["gradients"] = sum(sizes) // plan.shards
+    _add_updates(held, at_step, sizes, plan, rank, 1 / plan.shards)
 
 
 def _add_message(held: Bytes, at_step: Bytes, message: Message, plan: Plan, rank: int) -> None:
@@ -207,9 +228,9 @@ class _Result:
     """It is shaped like a weight, so a smaller batch does not shrink it."""
 
 
-def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
-    """Operators of the last micro-batch, and the bytes of activations and of gradients held while each of them runs; of
-    the gradients, those beside the flat buffers of Offbeat's runtime."""
+def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[np.int64]]]:
+    """Operators of the last micro-batch, and by kind the bytes that come and go, held while each of them runs; of the
+    gradients, those beside the flat buffers of Offbeat's runtime."""
     # The operators of one micro-batch as they run, each with whether it runs as a part of forward.
     order = [
         (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
@@ -221,7 +242,8 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64],
     _assign_gradients(plan.graph, latest)
     count = plan.strategy.accumulation
     length = len(order)
-    activations, gradients = np.zeros(length + 1, np.int64), np.zeros(length + 1, np.int64)
+    changes = {kind: np.zeros(length + 1, np.int64) for kind in ("activations", "gradients")}
+    activations, gradients = changes.values()
     kept_until = _gradient_ends(plan, results, length, runtime)
     for result in results:
         share = 1 if result.of_weights else count
@@ -232,7 +254,7 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64],
         owned = 0
         for variable in result.gradients:
             # The last micro-batch's gradient is added to the sum of the others at once.
-            end = kept_until[variable.name] if count == 1 else result.made
+            end = kept_until[variable.name] if count == 1 or plan.strategy.fsdp is not None else result.made
             _hold(gradients, made, end, gradient_bytes(variable))
             owned += variable.bytes
         passed_on = max(0, size - owned) // share
@@ -240,13 +262,59 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], NDArray[np.int64],
         if result.kept_until > result.read_whole:
             kept = passed_on if result.operator.phase == "backward" else result.operator.activation_bytes // share
             _hold(activations, result.read_whole + 1, result.kept_until, kept)
-    for variable in plan.graph.gradient_order if count > 1 else ():
+    if plan.strategy.fsdp is not None:
+        changes |= {kind: np.zeros(length + 1, np.int64) for kind in ("weights", "communication")}
+        _add_units(changes, plan)
+    for variable in plan.graph.gradient_order if count > 1 and plan.strategy.fsdp is None else ():
         # The sum of the earlier micro-batches' gradients; Offbeat also holds its scaled copy until that is sent.
         gradients[0] += gradient_bytes(variable)
         if runtime == "offbeat":
             _hold(gradients, 0, kept_until[variable.name], gradient_bytes(variable))
     names = [operator.name for operator, _ in order]
-    return names, np.cumsum(activations)[:length], np.cumsum(gradients)[:length]
+    return names, {kind: np.cumsum(changed)[:length] for kind, changed in changes.items()}
+
+
+def _add_units(changes: dict[str, NDArray[np.int64]], plan: Plan) -> None:
+    """What fully sharded units hold beside a rank's own parts, in one micro-batch.
+
+    torch keeps the buffer of a forward gather until the next unit has been gathered, and the buffer that is reduced
+    until the next unit's gradients are complete; before it copies gradients into that buffer, it frees the variables.
+    """
+    ends = _segment_ends(plan)
+    weights, communication, gradients = (changes[kind] for kind in ("weights", "communication", "gradients"))
+    last = ends[-1] - 1
+    mine = [(task, window) for task in plan.tasks if (window := task.window) and window.issued < len(ends)]
+    gathers = [each for each in mine if each[0].kind == "all_gather"]
+    in_parts: dict[int, int] = {}
+    for (task, window), later in zip(gathers, [*gathers[1:], None], strict=True):
+        message = plan.messages[task.message]
+        begin, end = _begin(ends, window.needed), ends[window.freed] - 1
+        forward = plan.segments[window.needed].phase == "forward"
+        _hold(weights, begin, end, message.parameter_bytes)
+        until = _begin(ends, later[1].needed) if forward and later is not None else begin
+        _hold(communication, _begin(ends, window.issued), until, message.parameter_bytes)
+        if forward:
+            in_parts[message.index] = end + 1
+        elif len(task.ranks) < plan.shards:
+            _hold(weights, in_parts[message.index], begin, message.parameter_bytes // len(task.ranks))
+    reductions = [each for each in mine if each[0].kind == "reduce_scatter"]
+    for (task, window), later in zip(reductions, [*reductions[1:], None], strict=True):
+        message, at = plan.messages[task.message], ends[window.issued] - 1
+        until = last if later is None else ends[later[1].issued] - 1
+        if at < last:
+            _hold(gradients, at + 1, last, message.bytes // plan.shards)
+            _hold(communication, at + 1, max(at + 1, until), message.gradient_bytes)
+        # Where gradients are reduced in a wider type than variables are gathered in.
+        _hold(communication, at, at, max(0, message.gradient_bytes - message.parameter_bytes))
+
+
+def _segment_ends(plan: Plan) -> list[int]:
+    """Of each segment of a micro-batch, the number of operators that have run when it ends."""
+    return list(accumulate(len(segment.operators) for segment in plan.segments if segment.microbatch == 0))
+
+
+def _begin(ends: Sequence[int], segment: int) -> int:
+    return ends[segment - 1] if segment else 0
 
 
 def _hold(changes: NDArray[np.int64], first: int, last: int, size: int) -> None:
@@ -304,6 +372,11 @@ def _gradient_ends(plan: Plan, results: list[_Result], length: int, runtime: Run
     if runtime == "torch":
         return dict.fromkeys(made, length - 1)
     ends: dict[str, int] = {}
+    if plan.strategy.fsdp is not None:
+        segment_ends = _segment_ends(plan)
+        places = {t.message: t.window.issued for t in reversed(plan.tasks) if t.window and t.kind == "reduce_scatter"}
+        last = {index: segment_ends[min(at, len(segment_ends) - 1)] - 1 for index, at in places.items()}
+        return {name: last[message.index] for message in plan.messages for name in message.variables}
     for message in plan.messages:
         loaded = max((made.get(name, 0) for name in message.variables), default=0)
         sparse = message.synchronizer in ("sparse_all_gather", "sparse_parameter_server")

@@ -57,6 +57,8 @@ _PEAK_FLOPS = 50e9
 _NCCL_BYTES_PER_SECOND = 1.5e9
 _NCCL_MESSAGE_SECONDS = 35e-6
 _ANSWER = "from offbeat.emulate.emulation import answer_call; answer_call()"
+_QUEUES = 64
+"""Of an H200's for all processes that share it."""
 _MARK = "OFFBEAT_EMULATION"
 """Variable in the environment of every rank, and of what it starts, by which the keeper finds them."""
 
@@ -342,8 +344,9 @@ class Emulation:
             "NCCL_HOSTID": name if self._ranks_per_host == 1 else f"{name}-{local_rank}",
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
-            # MPS gives a process two queues for all its streams, and one that waits holds up others in its queue.
-            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+            # MPS gives a process two queues for all its streams, and one that waits holds up others in its queue. Four
+            # processes with 32 are refused.
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(max(2, min(32, _QUEUES // self.world_size))),
         }
 
     def _ask_gpu(self, wanted: str) -> dict[str, Any]:

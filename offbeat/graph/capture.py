@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.errors import CaptureError
@@ -18,6 +19,8 @@ _SLOTS = {
     **dict.fromkeys(("Adadelta", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "Rprop", "SparseAdam"), 2),
 }
 _SLOTS_IF_UNKNOWN = 2
+
+_capturing = ContextVar("_capturing", default=False)
 
 
 def capture(
@@ -62,7 +65,11 @@ def capture(
         raise CaptureError(f"model {type(model).__name__} has no parameter that requires grad")
     optimizer_name, slots = optimizer_state(optimizer)
     step = make_step(model, example_inputs, loss_fn)
-    operators, variables, source = _trace(step)
+    token = _capturing.set(True)
+    try:
+        operators, variables, source = _trace(step)
+    finally:
+        _capturing.reset(token)
     return ModelGraph(
         name=name or type(model).__name__,
         operators=operators + update_operators(variables, optimizer_name, slots),
@@ -73,6 +80,11 @@ def capture(
         optimizer=optimizer_name,
         optimizer_slots=slots,
     )
+
+
+def is_capturing() -> bool:
+    """Whether a forward that runs now is part of a capture, not of training."""
+    return _capturing.get()
 
 
 def optimizer_state(optimizer: "torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None") -> tuple[str, int]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from os import PathLike
 from typing import Literal
 
@@ -206,6 +207,21 @@ class ModelGraph:
         position = self.operator_index
         # Autograd stores the gradients that one operator makes in the order of its arguments: weight, then bias.
         return tuple(sorted(ready, key=lambda variable: position[variable.gradient_from or ""]))
+
+    @cached_property
+    def variable_edges(self) -> tuple[tuple[str, str], ...]:
+        """The forward dataflow between variables: one is read by an operator, the other by the same operator or by the
+        next one on some path that reads any."""
+        edges: dict[tuple[str, str], None] = {}
+        reached: dict[str, frozenset[str]] = {}
+        """By operator, the variables whose operators were passed last on the ways to it."""
+        for operator in self.phase("forward"):
+            before = frozenset[str]().union(*(reached.get(name, ()) for name in operator.inputs))
+            own = operator.variables
+            edges |= dict.fromkeys((a, b) for b in own for a in sorted(before) if a != b)
+            edges |= dict.fromkeys(pairwise(own))
+            reached[operator.name] = frozenset(own) or before
+        return tuple(edges)
 
     @property
     def parameter_count(self) -> int:

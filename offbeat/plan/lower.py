@@ -5,12 +5,13 @@ from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan.compress import compress
 from offbeat.plan.compute import accumulate, fuse, recompute, replicate
+from offbeat.plan.fsdp import shard_units
 from offbeat.plan.messages import partition, synchronise
 from offbeat.plan.model import Draft, Plan
 from offbeat.plan.schedule import schedule
 from offbeat.strategy import Strategy, check_fits
 
-KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, schedule)
+KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compress, shard_units, schedule)
 """The rewriting kernels in the order in which they are applied; each reads its part of the strategy."""
 
 

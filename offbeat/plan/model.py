@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import PlanError
@@ -85,6 +85,17 @@ class Message:
         return self.synchronizer in REPLICATED
 
 
+class Window(NamedTuple):
+    """The place that a fully sharded unit's collective has in the step, in numbers of segments."""
+
+    issued: int
+    """Parameters are gathered from the beginning of this segment on, gradients reduced from its end on."""
+    needed: int
+    """The segment that waits for it; the number of segments for `step()`."""
+    freed: int
+    """The segment after which gathered parameters are freed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One collective on a range of a message, or the update of one message."""
@@ -108,14 +119,19 @@ class Task:
     """Tasks that must have finished on this rank."""
     delivers: tuple[str, ...]
     """Variables that are up to date here once every task that delivers them has finished."""
+    window: Window | None = None
+    """Where in the step it happens, if it is a fully sharded unit's."""
 
     @property
     def name(self) -> str:
         return f"m{self.message}.{self.kind}[{self.start}:{self.stop}]"
 
     @property
-    def lane(self) -> Literal["up", "back"]:
-        """Gradients go up; what an owner returns comes back on a channel of its own."""
+    def lane(self) -> Literal["up", "across", "back"]:
+        """Gradients go up; what an owner returns comes back on a channel of its own, and so do parts of gradients
+        between replicas."""
+        if self.stage > 0 and self.kind == "all_reduce":
+            return "across"
         return "back" if self.stage > 0 and self.delivers else "up"
 
     def fills_incoming(self, rank: int | None) -> bool:
@@ -233,7 +249,13 @@ class Plan:
 
     @property
     def mode(self) -> Literal["deferred", "barrier"]:
-        return "barrier" if self.strategy.schedule.mode == "barrier" else "deferred"
+        barrier = self.strategy.fsdp is not None or self.strategy.schedule.mode == "barrier"
+        return "barrier" if barrier else "deferred"
+
+    @property
+    def shards(self) -> int:
+        """Parts in which fully_shard holds each variable; 1 for other strategies."""
+        return 1 if self.strategy.fsdp is None else len(self.replicas) // self.strategy.fsdp.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +267,7 @@ class Stage:
     """(participants, root) of each group."""
     returns: bool = False
     """Carries parameters back to the replicas rather than gradients to the updater."""
+    window: Window | None = None
 
 
 @dataclass

@@ -39,6 +39,16 @@ class Issue(NamedTuple):
     """For a gradient task, the slot that completes the last gradient it carries."""
 
 
+class Placed(NamedTuple):
+    """A collective of a fully sharded unit, which has a place of its own in the step."""
+
+    task: Task
+    slot: int
+    """A gather is issued before this slot, a reduction behind it."""
+    needed: int
+    """The slot that waits for it; the number of slots for `step()`."""
+
+
 class Use(NamedTuple):
     """When a step needs one variable. Sorts by first use."""
 
@@ -90,6 +100,10 @@ class StepProgram:
     """Messages that carry parts of each variable."""
     awaited: tuple[int, ...]
     """Of each message, the number of variables whose gradients it waits for."""
+    placed: tuple[Placed, ...] = ()
+    """Every collective of a step whose variables are fully sharded, in issue order."""
+    reductions: int = 0
+    """Of these, the reductions that may be under way when the next one begins: backward waits for the others."""
 
     @property
     def order(self) -> tuple[Task, ...]:
@@ -103,7 +117,9 @@ class StepProgram:
     @property
     def replicated(self) -> bool:
         """Every replica applies every update, each in its own step."""
-        return not self.tail and not any(each.staleness or each.asynchronous for each in self.components)
+        return not (self.tail or self.placed) and not any(
+            each.staleness or each.asynchronous for each in self.components
+        )
 
 
 def applied_as_it_arrives(graph: ModelGraph, carrier: Message | Shard) -> bool:
@@ -132,6 +148,8 @@ def program_of(plan: Plan) -> StepProgram:
             carriers[name] = (*carriers.get(name, ()), message.index)
     first = [min(uses[name] for i in group for name in plan.messages[i].variables) for group in plan.components]
     slices = _slices(plan, sends)
+    # In fully sharded units every rank applies the update of its own part, all at once.
+    own = [message.replicated or plan.strategy.fsdp is not None for message in plan.messages]
     return StepProgram(
         slots=slots,
         ahead=behind.count(False),
@@ -141,7 +159,7 @@ def program_of(plan: Plan) -> StepProgram:
             Component(
                 messages=group,
                 slot=use.read,
-                applied=tuple(index for index in group if plan.messages[index].replicated),
+                applied=tuple(index for index in group if own[index]),
                 slices=slices.get(group[0], ()),
                 staleness=max(plan.messages[index].staleness for index in group),
                 asynchronous=any(plan.messages[index].asynchronous for index in group),
@@ -150,15 +168,23 @@ def program_of(plan: Plan) -> StepProgram:
         ),
         # By the first slot that reads any of their variables, and by the variable's place there.
         settles=tuple(sorted(range(len(first)), key=lambda number: first[number][:2])),
-        tail=tuple(
-            Issue(task, _regime(plan, task))
-            for task in plan.tasks
-            if task.stage > 0 and not plan.messages[task.message].replicated
-        ),
+        tail=tuple(Issue(task, _regime(plan, task)) for task in plan.tasks if task.stage > 0 and not own[task.message]),
         barrier=plan.mode == "barrier",
-        whole=tuple(m.index for m in plan.messages if m.replicated and not m.asynchronous),
+        whole=tuple(m.index for m in plan.messages if own[m.index] and not m.asynchronous),
         carriers=carriers,
         awaited=tuple(len(message.variables) for message in plan.messages),
+        placed=_placed(plan, slots),
+        # On a CPU torch's reduce-scatter returns when it has ended; elsewhere one buffer may be under way.
+        reductions=int(plan.cluster.device_of(plan.replicas[0]).device != "cpu"),
+    )
+
+
+def _placed(plan: Plan, slots: tuple[Slot, ...]) -> tuple[Placed, ...]:
+    slot_of = {slot.segment: number for number, slot in enumerate(slots)}
+    return tuple(
+        Placed(task, slot_of[task.window.issued], slot_of.get(task.window.needed, len(slots)))
+        for task in plan.communication
+        if task.window is not None
     )
 
 

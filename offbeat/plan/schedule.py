@@ -5,16 +5,15 @@ ready (fifo) or the one that the next forward needs first (priority). Ready time
 estimated durations. The order does not depend on the rank it is derived for.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
 from offbeat.errors import StrategyError
-from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan.messages import even_ranges
-from offbeat.plan.model import Draft, Message, Plan, Stage, Task, sent_per_byte
+from offbeat.plan.model import Draft, Message, Plan, Stage, Task, Window, sent_per_byte
 from offbeat.strategy import Shard
 
 Ranges = list[tuple[int, int]]
@@ -42,7 +41,7 @@ def schedule(draft: Draft) -> None:
     Every group of ranks in a job's stage has a task of its own; numbers count those of all ranks."""
     number = count()
     written: dict[tuple[int, int], list[Task]] = defaultdict(list)
-    for job in _issue_order(draft):
+    for job in _issue_order(draft) if draft.strategy.fsdp is None else _order_of_units(draft):
         message, stages = draft.messages[job.message], draft.stages[job.message]
         stage, before = stages[job.stage], written[job.message, job.stage - 1]
         for ranks, root in stage.groups:
@@ -50,6 +49,8 @@ def schedule(draft: Draft) -> None:
             if draft.rank is not None and draft.rank not in ranks:
                 continue
             mine = frozenset(ranks)
+            # What has a place of its own in the step waits for that, and only a sum over replicas for another task.
+            follows = stage.window is None or stage.kind == "all_reduce"
             task = Task(
                 index=index,
                 kind=stage.kind,
@@ -61,20 +62,29 @@ def schedule(draft: Draft) -> None:
                 root=root,
                 wire_bytes=_wire_bytes(message, stage, job, len(ranks)),
                 waits_for=message.variables if job.stage == 0 else (),
-                after=tuple(t.index for t in before if draft.rank is not None or not mine.isdisjoint(t.ranks)),
+                after=tuple(
+                    t.index for t in before if follows and (draft.rank is not None or not mine.isdisjoint(t.ranks))
+                ),
                 delivers=message.variables if stage.returns or job.stage == len(stages) - 1 else (),
+                window=stage.window,
             )
             draft.tasks.append(task)
             written[job.message, job.stage].append(task)
 
 
 def priority_order(
-    ready: Sequence[float], duration: Sequence[float], urgency: Sequence[float], follows: Sequence[int]
+    ready: Sequence[float],
+    duration: Sequence[float],
+    urgency: Sequence[float],
+    follows: Sequence[int],
+    sizes: Sequence[int] = (),
+    credit: int | None = None,
 ) -> list[int]:
     """The order in which one link serves jobs that become ready at given seconds and last given seconds.
 
     Whenever the link is free it takes, of what is ready, the job with the smallest urgency number; ties go to the lower
-    index. `follows[j]` is the job that must end before job j is ready, or -1.
+    index. `follows[j]` is the job that must end before job j is ready, or -1. With a `credit` the link takes jobs
+    before it is free, as long as those that have not ended hold no more bytes than that: ByteScheduler's order.
     """
     dependants: dict[int, list[int]] = {}
     arrivals: list[tuple[float, int]] = []
@@ -85,18 +95,26 @@ def priority_order(
             heappush(arrivals, (ready[job], job))
     waiting: list[tuple[float, int]] = []
     order: list[int] = []
-    now = 0.0
+    taken: deque[tuple[float, int]] = deque()
+    now = free = 0.0
     while arrivals or waiting:
-        if not waiting:
-            now = max(now, arrivals[0][0])
         while arrivals and arrivals[0][0] <= now:
             job = heappop(arrivals)[1]
             heappush(waiting, (urgency[job], job))
-        job = heappop(waiting)[1]
-        order.append(job)
-        now += duration[job]
-        for dependant in dependants.get(job, ()):
-            heappush(arrivals, (max(now, ready[dependant]), dependant))
+        while taken and taken[0][0] <= now:
+            taken.popleft()
+        job = waiting[0][1] if waiting else -1
+        fits = credit is not None and sum(size for _, size in taken) + sizes[job] <= credit
+        if waiting and (fits or not taken):
+            heappop(waiting)
+            order.append(job)
+            free = max(now, free) + duration[job]
+            taken.append((free, sizes[job] if sizes else 0))
+            for dependant in dependants.get(job, ()):
+                heappush(arrivals, (max(free, ready[dependant]), dependant))
+        else:
+            # A job arrives, or one that has been taken ends.
+            now = min([at for at, _ in arrivals[:1]] + [at for at, _ in list(taken)[:1] if waiting])
     return order
 
 
@@ -118,7 +136,8 @@ def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float],
         first_use = [min(use_order.get(name, unused) for name in message.variables) for message in plan.messages]
         urgency = [float(first_use[message]) for message, _ in jobs]
     taken = [seconds(size[job]) for job in jobs]
-    order = priority_order([ready[message] for message, _ in jobs], taken, urgency, [-1] * len(jobs))
+    sizes, credit = [size[job] for job in jobs], plan.strategy.schedule.credit_bytes
+    order = priority_order([ready[message] for message, _ in jobs], taken, urgency, [-1] * len(jobs), sizes, credit)
     return plan.reordered([*(jobs[place] for place in order), *held])
 
 
@@ -154,8 +173,22 @@ def _issue_order(draft: Draft) -> list[Job]:
         urgency = [float(min(first_use[name] for name in draft.messages[job.message].variables)) for job in jobs]
     else:
         urgency = [float(job.message) for job in jobs]
-    seconds = [_job_seconds(draft, job) for job in jobs]
-    return [jobs[position] for position in priority_order(ready, seconds, urgency, follows)]
+    ranks, sizes = zip(*(_largest(draft, job) for job in jobs), strict=True) if jobs else ((), ())
+    seconds = [_job_seconds(draft, *each) for each in zip(jobs, ranks, sizes, strict=True)]
+    credit = draft.strategy.schedule.credit_bytes
+    return [jobs[position] for position in priority_order(ready, seconds, urgency, follows, sizes, credit)]
+
+
+def _order_of_units(draft: Draft) -> list[Job]:
+    """The stages of fully sharded units as a step comes to them: before a segment what is gathered, behind it what is
+    reduced, and the updates at the end."""
+    placed: list[tuple[int, int, int, Job]] = []
+    for message, stages in zip(draft.messages, draft.stages, strict=True):
+        for number, stage in enumerate(stages):
+            job = Job(message.index, number, 0, message.elements)
+            window = stage.window or Window(len(draft.segments), 0, 0)
+            placed.append((window.issued, int(not stage.returns), window.needed, job))
+    return [job for *_, job in sorted(placed)]
 
 
 def _slices(draft: Draft, message: Message, stage: Stage, explicit: dict[int, Ranges]) -> Ranges:
@@ -192,12 +225,17 @@ def _explicit_slices(draft: Draft) -> dict[int, Ranges]:
     return slices
 
 
-def _job_seconds(draft: Draft, job: Job) -> float:
+def _largest(draft: Draft, job: Job) -> tuple[tuple[int, ...], int]:
+    """The most ranks that do a job together, and the bytes that each puts in."""
     stage = draft.stages[job.message][job.stage]
     ranks, _ = max(stage.groups, key=lambda group: len(group[0]))
+    return ranks, _wire_bytes(draft.messages[job.message], stage, job, len(ranks))
+
+
+def _job_seconds(draft: Draft, job: Job, ranks: tuple[int, ...], put_in: int) -> float:
+    stage = draft.stages[job.message][job.stage]
     if stage.kind == "update" or len(ranks) < 2:
         return 0.0
-    put_in = _wire_bytes(draft.messages[job.message], stage, job, len(ranks))
     seconds = put_in * sent_per_byte(stage.kind, len(ranks)) / draft.cluster.ring_bandwidth(ranks)
     return seconds + draft.cluster.latency(ranks[0], ranks[-1])
 
@@ -207,5 +245,8 @@ def _wire_bytes(message: Message, stage: Stage, job: Job, participants: int) -> 
         return 0
     share = job.stop - job.start
     if stage.returns and message.synchronizer == "sharded":
-        return -(-share // participants) * ITEM_BYTES[message.dtype]
+        return -(-share // participants) * message.parameter_bytes // message.elements
+    if stage.kind == "all_reduce" and message.synchronizer == "sharded":
+        # Over the replicas of a part that a group of ranks has reduced.
+        return -(-message.gradient_bytes // len(stage.groups))
     return round((message.parameter_bytes if stage.returns else message.gradient_bytes) * share / message.elements)

@@ -6,9 +6,11 @@ between large ones, as in a step: the time of back-to-back small ones varies sev
 on which the backend's threads run. Reduces and broadcasts that go straight to or from their root are measured alone:
 how they share links follows from their roots (`offbeat.simulate.step`).
 
-For a cluster file every collective is measured under every even partitioning of the ranks into groups, which talk at
-the same time (TensorOpt, section 3.2). On GPUs the file also says what each node's devices are and how fast they
-multiply and copy while all of them do. `python -m offbeat.profile.calibrate FILE` does it as one rank of a job.
+For a cluster file every collective is measured under every even partitioning of the ranks that a mesh of them has:
+groups of consecutive ranks, and those that differ along any axes of the finest mesh (`offbeat.sharding.layout`). All
+groups of one partitioning talk at the same time (TensorOpt, section 3.2). On GPUs the file also says what each node's
+devices are and how fast they multiply and copy while all of them do. `python -m offbeat.profile.calibrate FILE` does it
+as one rank of a job.
 """
 
 import os
@@ -18,7 +20,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,7 @@ import torch.distributed as dist
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec, CollectiveTable
+from offbeat.cluster.parts import Collective, Groups
 from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, in_a_row
 from offbeat.cost.tables import latency_steps
 from offbeat.cpu_steal import QUIET, CpuSteal
@@ -38,10 +41,21 @@ from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
 from offbeat.runtime.comm import Channel, Work, known_costs, torch_world
 from offbeat.runtime.retime import largest
+from offbeat.sharding.layout import groups_of, prime_factors
 from offbeat.timeline.clock import Moment, clock_of
 from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
+"""What jobs use."""
+SURVEYED: tuple[Collective, ...] = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
+"""What a cluster file has tables of."""
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
 IN_A_ROW = 12
@@ -58,7 +72,9 @@ LONGEST_SECONDS = 0.15
 Sample = tuple[int, float, float]
 """Bytes that each rank puts in, seconds of one collective alone, and seconds that each one adds to a row."""
 Measured = dict[tuple[str, int], list[Sample]]
-"""By collective and size of the groups: samples of the slowest group."""
+"""By collective and number of ranks: samples of the slowest group."""
+Surveyed = dict[tuple[Collective, Groups], list[Sample]]
+"""By collective and partitioning of all ranks: samples of the slowest group."""
 MULTIPLIED, COPIED_BYTES = 8192, 2**30
 """Rows and columns of the matrices by which a GPU's rate is measured, and bytes of the tensor that is copied."""
 _TIMEOUT = timedelta(minutes=5)
@@ -219,6 +235,8 @@ def starter(channel: Channel, kind: str, size: int, device: torch.device, turn: 
             arguments = (tensor,)
         case "reduce" | "broadcast":
             arguments = (tensor, root)
+        case "all_to_all":
+            arguments = (torch.zeros_like(tensor), tensor)
         case "all_gather":
             arguments = (torch.zeros(elements * channel.size, device=device), tensor)
         case "reduce_scatter":
@@ -242,19 +260,28 @@ def _ends(starts: Sequence[Callable[[], Work]], device: torch.device) -> list[fl
     return [clock.seconds(end) - clock.seconds(begin) for end in ends]
 
 
-def measure_partitionings(world: int) -> Measured:
-    """Samples of every collective in groups of every size that divides the number of ranks."""
+def partitionings(world: int) -> list[Groups]:
+    """Every even partitioning of so many ranks that a mesh of them has, the largest groups last."""
+    factors = prime_factors(world)
+    axes = (some for count in range(1, len(factors) + 1) for some in combinations(range(len(factors)), count))
+    sizes = (size for size in range(2, world + 1) if world % size == 0)
+    found = {tuple(sorted(groups_of(some, factors))) for some in axes}
+    found |= {tuple(tuple(range(first, first + size)) for first in range(0, world, size)) for size in sizes}
+    return sorted(found, key=lambda groups: (len(groups[0]), groups))
+
+
+def measure_partitionings(world: int) -> Surveyed:
+    """Samples of every collective under every partitioning."""
     job = torch_world()
-    measured: Measured = {}
-    for size in (size for size in range(2, world + 1) if world % size == 0):
-        first = job.rank // size * size
-        ranks = tuple(range(first, first + size))
-        with closing(job.open_channel(f"offbeat/survey/{size}/{first}", ranks, 2, _TIMEOUT)) as channel:
-            for kind in KINDS:
+    measured: Surveyed = {}
+    for number, groups in enumerate(partitionings(world)):
+        mine = next(group for group in groups if job.rank in group)
+        with closing(job.open_channel(f"offbeat/survey/{number}/{mine[0]}", mine, 2, _TIMEOUT)) as channel:
+            for kind in SURVEYED:
                 dist.barrier()
-                groups: list[list[Sample]] = [[] for _ in range(world)]
-                dist.all_gather_object(groups, measure(channel, kind, job.device))
-                measured[kind, size] = slowest(groups)
+                found: list[list[Sample]] = [[] for _ in range(world)]
+                dist.all_gather_object(found, measure(channel, kind, job.device))
+                measured[kind, groups] = slowest(found)
     return measured
 
 
@@ -298,7 +325,7 @@ def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def cluster_of(
-    measured: Measured,
+    measured: Surveyed,
     nodes: Sequence[int],
     within: Measured,
     between: Measured,
@@ -313,21 +340,20 @@ def cluster_of(
     fields: dict[str, float | None] = {}
     if len(nodes) > 1:
         fields["address"] = None
-        among = len(nodes) if between else world
-        fields["bandwidth"], fields["latency"] = link_of((between or measured)["all_reduce", among], among)
+        found = between["all_reduce", len(nodes)] if between else measured["all_reduce", (tuple(range(world)),)]
+        fields["bandwidth"], fields["latency"] = link_of(found, len(nodes) if between else world)
     if largest > 1:
-        samples = (within or measured)["all_reduce", largest]
-        fields["intra_bandwidth"], fields["intra_latency"] = link_of(samples, largest)
+        consecutive = tuple(tuple(range(first, first + largest)) for first in range(0, world, largest))
+        found = within["all_reduce", largest] if within else measured["all_reduce", consecutive]
+        fields["intra_bandwidth"], fields["intra_latency"] = link_of(found, largest)
     tables = tuple(
         CollectiveTable(
-            collective=kind,  # type: ignore[arg-type] # one of KINDS
-            groups=tuple(tuple(range(first, first + size)) for first in range(0, world, size)),
+            collective=kind,
+            groups=groups,
             sizes_bytes=tuple(bytes for bytes, _, _ in samples),
             seconds=tuple(alone for _, alone, _ in samples),
         )
-        for (kind, size), samples in measured.items()
-        # A cluster file has no tables of gathers.
-        if kind != "gather"
+        for (kind, groups), samples in measured.items()
     )
     local = ClusterSpec.local(1).nodes[0]
     slowest_devices: list[dict[str, Any]] = [{}] * len(nodes)

@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from offbeat.graph.capture import optimizer_state
-from offbeat.torch_private import storage_of, stored_rows
+from offbeat.torch_private import pytree, storage_of, stored_rows
 
 
 class Footprint:
@@ -33,7 +32,7 @@ class Footprint:
         if self.forward_seen or not torch.is_grad_enabled():
             return
         self.forward_seen = True
-        batch = [tensor for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)]
+        batch = [tensor for tensor in pytree.tree_leaves(given) if isinstance(tensor, torch.Tensor)]
         standing = (*self.model.parameters(), *self.model.buffers(), *batch)
         self.counted = {storage_of(tensor) for tensor in standing if tensor.layout == torch.strided}
         self.inputs = sum(tensor.nbytes for tensor in batch)
@@ -42,7 +41,7 @@ class Footprint:
     def reached(self, given: Any) -> None:
         """A module with parameters of its own is called."""
         if self.forward_seen and self.found is None:
-            given = [tensor.nbytes for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)]
+            given = [tensor.nbytes for tensor in pytree.tree_leaves(given) if isinstance(tensor, torch.Tensor)]
             self.calls.append([sum(given), 0])
 
     def forward_ends(self) -> None:

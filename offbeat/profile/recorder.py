@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from offbeat.arguments import checked
 from offbeat.errors import OffbeatError
+from offbeat.graph.capture import is_capturing
 from offbeat.launch import machine_name, this_place
 from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
@@ -382,7 +383,8 @@ def _device_name(device: torch.device) -> str:
 
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether a forward of this module is part of a training step."""
-    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return trains and torch.is_grad_enabled() and not is_capturing()
 
 
 class MemoryRecorder(Recorder):

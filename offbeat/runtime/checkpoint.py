@@ -6,6 +6,7 @@ every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from offbeat.runtime.unit_optimizer import Unit
 
 Held = tuple[Unit, dict[str, Any]]
 """A unit and the optimizer's state for it."""
+
+
+def map_state(state_dict: dict[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
+    """An optimizer's state dict with every value of its state changed."""
+    state = {
+        index: {key: change(index, key, value) for key, value in held.items()}
+        for index, held in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def gather_state(engine: Engine) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Runtime:
     ) -> None:
         """`world` is the job; the default process group's if it is not given."""
         self.world = world or torch_world()
-        _check_unwrapped(model)
+        check_unwrapped(model)
         for target in (model, optimizer):
             attached = vars(target).get("_offbeat")
             if attached is not None:
@@ -78,11 +78,13 @@ class Runtime:
         """Called at the end of every step, whatever the plan."""
         self.before_forward: list[Callable[[], None]] = [self._fit_model]
         """Called before every forward of the model, whatever the plan."""
+        self.before_step: list[Callable[[], None]] = []
+        """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
         self.opened: dict[Key, Channel] = {}
         """The channels of all plans so far."""
-        self.parameters = _variables(model, plan)
+        self.parameters = variables_of(model, plan)
         mode, reason = self._check(plan)
         self.world.watch(plan.replicas)
         share_state([*model.parameters(), *model.buffers()], self.world)
@@ -98,14 +100,21 @@ class Runtime:
             self.gate.let_pass()
 
     @property
+    def mode(self) -> Mode:
+        """'deferred' or 'barrier'."""
+        return self.engine.mode
+
+    @property
     def plan(self) -> Plan:
         """The plan in force: the one it was made with, or the one with the order that was found since."""
         return self.engine.plan
 
     def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
+        if plan.strategy.fsdp is not None:
+            raise StrategyError("fsdp: torch's fully_shard runs such a strategy, and only from the start of a job")
         _check_messages(plan, self.optimizer_class, self.device)
-        _check_ranks_agree(plan, self.world)
+        check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
@@ -155,7 +164,7 @@ class Runtime:
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
         state = self._detach()
-        self.parameters = _variables(self.model, plan)
+        self.parameters = variables_of(self.model, plan)
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
         self.buffers.adopt(buffers)
@@ -280,7 +289,7 @@ class Runtime:
         return plain
 
 
-def _check_unwrapped(model: torch.nn.Module) -> None:
+def check_unwrapped(model: torch.nn.Module) -> None:
     """Somebody else's averaging or sharding beside Offbeat's would corrupt the training."""
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -326,7 +335,7 @@ def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.
             )
 
 
-def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Parameter]:
+def variables_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Parameter]:
     """The model's trainable parameters by the plan's names, or one sentence that says where they differ."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     known = {variable.name: variable.shape for variable in plan.graph.variables}
@@ -341,7 +350,7 @@ def _variables(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Paramet
     return {name: found[name] for name in known}
 
 
-def _check_ranks_agree(plan: Plan, world: World) -> None:
+def check_ranks_agree(plan: Plan, world: World) -> None:
     """Every rank must have the same model and the same strategy, or the first collective would hang."""
     key = f"offbeat/agreement/{world.next_generation()}"
     mine = f"{plan.graph.signature} {plan.strategy.digest}"

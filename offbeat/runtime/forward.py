@@ -62,6 +62,8 @@ class ForwardGate:
         self.watching: FirstUses | None = None
         self.watched: FirstUses | None = None
         """What the first training step has shown, once it has."""
+        self.successor: ForwardGate | None = None
+        """The gate of the plan after this one."""
         self.waits: dict[torch.nn.Module, dict[Component, None]] = {}
         self.before_forward: list[Callable[[], None]] = []
         self.share_buffers: Callable[[], None] = lambda: None
@@ -110,8 +112,10 @@ class ForwardGate:
             action()
         if model is self.model:
             self.share_buffers()
-        if self.watched is None and self.model.training and torch.is_grad_enabled():
-            self._start_watching()
+        # The plan may have been made anew: what is left of this forward is the next gate's.
+        gate = self.successor or self
+        if gate.watched is None and self.model.training and torch.is_grad_enabled():
+            gate._start_watching()
 
     def _start_watching(self) -> None:
         watching = self.watching = FirstUses(self.names)
@@ -139,7 +143,7 @@ class ForwardGate:
 
     def adopt(self, other: "ForwardGate") -> None:
         """Takes over what another gate of the same model has watched, and the passes that it has begun."""
-        other.engine = self.engine
+        other.engine, other.successor = self.engine, self
         if other.watched is not None:
             self._know(other.watched)
 

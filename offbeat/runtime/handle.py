@@ -13,6 +13,7 @@ from offbeat.timeline import Timeline
 
 if TYPE_CHECKING:
     from offbeat.runtime.distribute import Runtime
+    from offbeat.runtime.fsdp import FsdpRuntime
 
 QUIET_VARIABLE = "OFFBEAT_QUIET"
 """Set to anything, it keeps Offbeat from telling its decisions on the terminal."""
@@ -36,7 +37,7 @@ class Decision:
 class Handle:
     """The plan in force, and the decisions that led to it."""
 
-    def __init__(self, runtime: "Runtime") -> None:
+    def __init__(self, runtime: "Runtime | FsdpRuntime") -> None:
         self._runtime = runtime
 
     @property
@@ -47,7 +48,7 @@ class Handle:
     @property
     def mode(self) -> str:
         """'deferred' or 'barrier'."""
-        return self._runtime.engine.mode
+        return self._runtime.mode
 
     @property
     def settled(self) -> bool:

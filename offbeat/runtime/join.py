@@ -1,13 +1,13 @@
 """Ranks with uneven data → the others train on until the last has run out.
 
-Before each forward the ranks count who still has data, and whether the backward pass will be synchronised. A rank that
-has none left takes part in the others' steps with gradients of zero, as DDP's `join()` has it: the average still
-divides by the number of all ranks, and buffers are those of the last rank that has data.
+Before each forward and each step the ranks count who still has data, and whether the backward pass will be
+synchronised. A rank that has none left takes part in the others' steps with gradients of zero, as DDP's `join()` has
+it: the average still divides by the number of all ranks, and buffers are those of the last rank that has data.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join(runtime: "Runtime") -> Generator[None, None, None]:
-    """Around a training loop that may end after fewer steps on some ranks; one forward for each backward pass."""
+    """Around a training loop that may end earlier on some ranks; one forward for each backward pass."""
     if any(message.asynchronous for message in runtime.plan.messages):
         raise StrategyError("join() is for synchronous strategies: asynchronous servers wait for nobody anyway")
 
-    def count() -> None:
+    def before_forward() -> None:
         if torch.is_grad_enabled() and runtime.model.training:
-            _count(runtime, active=True, synchronise=runtime.engine.arrivals.synchronise)
+            _meet(runtime, synchronise=runtime.engine.arrivals.synchronise)
+
+    def before_step() -> None:
+        _meet(runtime, step=True)
 
     def publish() -> None:
         # A rank without data cannot know whether the others' loop forgets what owners keep.
@@ -37,12 +40,14 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
 
     publish()
     runtime.step_hooks.append(publish)
-    runtime.before_forward.insert(0, count)
+    runtime.before_forward.insert(0, before_forward)
+    runtime.before_step.append(before_step)
     try:
         try:
             yield
         finally:
-            runtime.before_forward.remove(count)
+            runtime.before_forward.remove(before_forward)
+            runtime.before_step.remove(before_step)
         # An error ends the loop on this rank alone; the others learn of it as they do of any lost rank.
         _accompany(runtime)
     finally:
@@ -50,20 +55,19 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
 
 
 def _accompany(runtime: "Runtime") -> None:
-    """Takes part in the steps of the ranks that have data left, and adds nothing to them."""
-    while True:
-        active, synchronised = _count(runtime, active=False, synchronise=False)
-        if not active:
-            break
+    """Takes part in what the ranks that have data left do, and adds nothing to it."""
+    while (met := _meet(runtime, active=False)).active:
+        if met.step:
+            runtime.engine.step()
+            continue
         for action in runtime.before_forward:
             action()
         runtime.share_buffers()
-        runtime.buffers.due = synchronised
-        if synchronised:
+        runtime.buffers.due = met.synchronise
+        if met.synchronise:
             for parameter in runtime.engine.parameters.values():
                 parameter.grad = None
             runtime.engine.backward_without_gradients()
-            runtime.engine.step()
     # The last rank's buffers are everybody's in the end.
     runtime.buffers.drop()
     runtime.buffers.due, runtime.buffers.shared = True, []
@@ -71,19 +75,28 @@ def _accompany(runtime: "Runtime") -> None:
     runtime.buffers.follow(runtime.plan.replicas[0])
 
 
-def _count(runtime: "Runtime", *, active: bool, synchronise: bool) -> tuple[bool, bool]:
-    """Whether any rank has data left, and whether one of them will synchronise.
+class Met(NamedTuple):
+    """What the ranks that have data left are about to do."""
 
-    Buffers are those of the last rank that has data, as with DDP."""
+    active: bool
+    """There are such ranks."""
+    step: bool
+    """They take a step; else they begin a forward."""
+    synchronise: bool
+    """The forward's backward pass will be synchronised."""
+
+
+def _meet(runtime: "Runtime", *, active: bool = True, step: bool = False, synchronise: bool = False) -> Met:
+    """Learns what is next. Buffers are those of the last rank that has data, as with DDP."""
     control, buffers = runtime.engine.channels.control, runtime.buffers
-    counts = torch.zeros(control.size + 2, dtype=torch.int32, device=runtime.device)
+    counts = torch.zeros(control.size + 3, dtype=torch.int32, device=runtime.device)
     counts[control.index] = active
-    counts[-2], counts[-1] = synchronise, active and buffers.due
+    counts[control.size :] = torch.tensor([step, synchronise, active and buffers.due])
     with explain(runtime.plan, what="word of which ranks have data left"):
         control.all_reduce(counts).wait()
-    *having, synchronised, due = counts.tolist()
+    *having, steps, synchronised, due = counts.tolist()
     left = [rank for rank, has in zip(control.ranks, having, strict=True) if has]
     if left:
         buffers.due = bool(due)
         buffers.follow(max(left))
-    return bool(left), bool(synchronised)
+    return Met(bool(left), bool(steps), bool(synchronised))

@@ -8,14 +8,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.engine import Engine
 from offbeat.runtime.lazy import raw_gradient, set_gradient
 from offbeat.strategy import Strategy
 from offbeat.torch_private import replace_compiled_call
 
 
 def apply_memory_strategy(
-    model: torch.nn.Module, strategy: Strategy, engine: Callable[[], Engine]
+    model: torch.nn.Module, strategy: Strategy, engine: Callable[[], Any]
 ) -> list[Callable[[], None]]:
     """Recomputation, fused regions and micro-batches, as far as the strategy asks; returns what takes them off again.
 
@@ -58,7 +57,8 @@ class MicroBatches:
     whatever gradient it brings (a loss scale, a further factor).
     """
 
-    def __init__(self, forward: Callable[..., Any], parts: int, engine: Callable[[], Engine]) -> None:
+    def __init__(self, forward: Callable[..., Any], parts: int, engine: Callable[[], Any]) -> None:
+        """`engine` gives what has the parameters in force, and may be told not to synchronise for a while."""
         self.forward = forward
         self.parts = parts
         self.engine_in_force = engine

@@ -102,8 +102,12 @@ class DistributedOptimizer(_Optimizer):
         self._offbeat.fit_if_outdated()
         engine = self._offbeat.engine
         if closure is None:
+            for action in self._offbeat.before_step:
+                action()
             engine.step()
             return None
+        if self._offbeat.before_step:
+            raise StrategyError("step() with a closure inside join(): ranks without data could not follow it")
         if not engine.all_replicated:
             raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
         return engine.closure_step(closure)

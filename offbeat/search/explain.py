@@ -17,8 +17,8 @@ from offbeat.simulate import step_seconds
 from offbeat.simulate.fast.gradients import gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import segment_seconds
-from offbeat.strategy import Encoder, Shard, Slice, Strategy, build_strategy
-from offbeat.units import format_seconds, format_speedup
+from offbeat.strategy import Encoder, FullyShard, Shard, Slice, Strategy, build_strategy
+from offbeat.units import format_bytes, format_seconds, format_speedup
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
 """What a strategy is compared with, beside DDP."""
@@ -156,6 +156,9 @@ def _compute_seconds(plan: Plan, costs: Costs) -> float:
 def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Strategy]]:
     """(name, what is done, the strategy without it) for each decision the strategy has taken."""
     schedule = strategy.schedule
+    if strategy.fsdp is not None:
+        yield from _undone_choices(strategy, strategy.fsdp)
+        return
     if schedule.mode != "barrier":
         yield "mode", "updates reach into the next forward", rescheduled(strategy, mode="barrier")
     gradients = gradients_of(plan, costs, coarsen=False)
@@ -173,13 +176,10 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
         yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
-    for name, what, none in (
-        ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
-        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),
-        ("fusion", f"{len(strategy.fusion)} regions are compiled", ()),
-    ):
-        if getattr(strategy, name) != none:
-            yield "op_fusion" if name == "fusion" else name, what, strategy.model_copy(update={name: none})
+    if schedule.credit_bytes is not None:
+        what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
+        yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
+    yield from _undone_modules(strategy)
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"
 
@@ -191,6 +191,37 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     if encoders:
         what = f"{len(encoders)} messages are encoded as {encoders[0]}"
         yield "encoder", what, _changed(strategy, lambda shard: shard.model_copy(update={"encoder": Encoder()}))
+
+
+def _undone_modules(strategy: Strategy) -> Iterator[tuple[str, str, Strategy]]:
+    for name, what, none in (
+        ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
+        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),
+        ("fusion", f"{len(strategy.fusion)} regions are compiled", ()),
+    ):
+        if getattr(strategy, name) != none:
+            yield "op_fusion" if name == "fusion" else name, what, strategy.model_copy(update={name: none})
+
+
+def _undone_choices(strategy: Strategy, fsdp: FullyShard) -> Iterator[tuple[str, str, Strategy]]:
+    """The same for the choices of `fully_shard`."""
+    kept = sum(reshard is False for path, reshard in fsdp.units.items() if path)
+    alone = fsdp.model_copy(update={"units": {}})
+    changes: list[tuple[str, str, FullyShard]] = []
+    if fsdp.wrapped:
+        changes.append(("units", f"{len(fsdp.wrapped)} modules are gathered and reduced one by one", alone))
+    if kept:
+        freed = fsdp.model_copy(update={"units": dict.fromkeys(fsdp.wrapped, True)})
+        changes.append(("reshard", f"{kept} of them stay gathered until backward", freed))
+    if fsdp.prefetch:
+        ahead = fsdp.model_copy(update={"prefetch": 0})
+        changes.append(("prefetch", f"modules are gathered {fsdp.prefetch} ahead", ahead))
+    if fsdp.replicas > 1:
+        single = fsdp.model_copy(update={"replicas": 1})
+        changes.append(("replicas", f"{fsdp.replicas} groups of ranks hold all parts each", single))
+    for name, what, changed in changes:
+        yield name, what, strategy.model_copy(update={"fsdp": changed})
+    yield from _undone_modules(strategy)
 
 
 def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:

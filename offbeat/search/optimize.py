@@ -20,11 +20,12 @@ from offbeat.graph import ModelGraph
 from offbeat.plan import lower
 from offbeat.search.anneal import anneal
 from offbeat.search.arrange import arranged, arrangement_of, rescheduled
+from offbeat.search.fsdp import UNITS, limit_bytes, sharded_starts
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Recipe, Strategy, build_strategy
-from offbeat.units import format_bytes, parse_bytes
+from offbeat.units import format_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
 """Builders whose plans are the starting points, beside PACE's."""
@@ -67,28 +68,34 @@ def search(
 ) -> Candidate:
     """The best strategy found, with its predicted step and the decisions that led to it.
 
-    `memory_limit` is in bytes per rank (or '16GiB'). `time_limit` is in seconds; with `rounds` of annealing given
-    instead, the clock is not looked at and the result depends on the arguments alone. `passes` names the passes to run
-    (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`: `mode`, `allow_lossy`,
-    `fused_seconds`, and the speed-ups `coarsen`, `partial_replay` and `symmetry`.
+    `memory_limit` is in bytes per rank (or '16GiB'; 'auto' is nine tenths of the smallest device's memory). With it,
+    FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
+    with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
+    `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
+    `mode`, `allow_lossy`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0):
         raise OffbeatError(f"rounds: {rounds!r} must be a whole number, at least 0")
-    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    limit = limit_bytes(memory_limit, cluster)
     deadline = None if rounds is not None else time.monotonic() + time_limit
     problem = Problem(graph, cluster, costs or Costs(), memory_limit=limit, deadline=deadline, **options)
     chosen = select_passes(passes)
-    starts = _starts(problem, [each for each in chosen if each.aim == "memory"])
+    starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
     speed_passes = [each for each in chosen if each.aim == "speed"]
-    improved = [_annealed(problem, _improve(problem, start, speed_passes), seed, rounds) for start in starts]
+    improved = [
+        _improve(problem, start, [UNITS])
+        if start.strategy.fsdp is not None
+        else _annealed(problem, _improve(problem, start, speed_passes), seed, rounds)
+        for start in starts
+    ]
     best = min(improved, key=lambda candidate: candidate.seconds)
     names = {"name": "optimize", "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
     return replace(best, strategy=best.strategy.model_copy(update=names))
 
 
-def _starts(problem: Problem, memory_passes: Sequence[Pass]) -> list[Candidate]:
+def _starts(problem: Problem, memory_passes: Sequence[Pass], shard: bool) -> list[Candidate]:
     """The fastest starting point that fits in memory, made to fit where none does; and the fastest whose gradients
     can be rearranged, which is what most passes do."""
     starts = [
@@ -99,16 +106,28 @@ def _starts(problem: Problem, memory_passes: Sequence[Pass]) -> list[Candidate]:
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
     starts.append(problem.evaluate(pace, "pace"))
     fitting = sorted(filter(problem.fits, starts), key=lambda candidate: candidate.seconds)
+    sharded = sharded_starts(problem) if shard and problem.memory_limit is not None else []
+    small = sorted(filter(problem.fits, sharded), key=_seconds)[:1]
     if fitting:
         movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
-        return [fitting[0]] if movable is fitting[0] else [fitting[0], movable]
-    fastest = min(starts, key=lambda candidate: candidate.seconds)
-    smallest = min(starts, key=lambda candidate: candidate.peak_bytes)
-    return [_made_to_fit(problem, [fastest, smallest], memory_passes)]
+        return [*small, fitting[0]] if movable is fitting[0] else [*small, fitting[0], movable]
+    ends = [min(group, key=key) for group in (starts, sharded) if group for key in (_seconds, _peak)]
+    return [*small, *_made_to_fit(problem, ends, memory_passes, needed=not small)]
 
 
-def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: Sequence[Pass]) -> Candidate:
-    """Memory passes alone, then on top of each other, until something fits: the fastest of that."""
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _peak(candidate: Candidate) -> int:
+    return candidate.peak_bytes
+
+
+def _made_to_fit(
+    problem: Problem, starts: Sequence[Candidate], memory_passes: Sequence[Pass], needed: bool
+) -> list[Candidate]:
+    """Memory passes alone, then on top of each other, until something fits: the fastest of that. Nothing, or if it is
+    `needed` an error, where nothing ever does."""
     current = list(starts)
     least = min(current, key=lambda candidate: candidate.peak_bytes)
     while current:
@@ -119,10 +138,12 @@ def _made_to_fit(problem: Problem, starts: Sequence[Candidate], memory_passes: S
             for strategy in each.propose(start, problem)
         ]
         if fitting := list(filter(problem.fits, made)):
-            return min(fitting, key=lambda candidate: candidate.seconds)
+            return [min(fitting, key=_seconds)]
         smaller = [candidate for candidate in made if candidate.peak_bytes < least.peak_bytes]
         current = sorted(smaller, key=lambda candidate: candidate.peak_bytes)[:2]
         least = current[0] if current else least
+    if not needed:
+        return []
     assert problem.memory_limit is not None
     raise OffbeatError(
         f"memory_limit: {format_bytes(problem.memory_limit)} is not enough for {problem.graph.name!r}: "
@@ -191,8 +212,7 @@ def recommend(
     graph: ModelGraph, cluster: ClusterSpec, costs: Costs, memory_limit: str | float | None = None
 ) -> tuple[Recipe, Strategy]:
     """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
-    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
-    problem = Problem(graph, cluster, costs, memory_limit=limit)
+    problem = Problem(graph, cluster, costs, memory_limit=limit_bytes(memory_limit, cluster))
     sized = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
     recipes = [*sized, *(Recipe(builder=name) for name in STARTS)]
     made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]

@@ -2,8 +2,8 @@
 
 The global dataflow graph of dPRO section 4.1 in full: each rank computes on its own device and sends on its own link,
 and a collective is the SENDs and RECVs of `offbeat.simulate.collectives`. A rank starts its part when its own gradients
-are complete, it has started everything before it in the issue order, and no more than the schedule's `in_flight` are
-under way; the others' lateness reaches it through the messages it waits for.
+are complete, it has started everything before it in the issue order, and no more than the schedule's `in_flight` and
+`credit_bytes` are under way; the others' lateness reaches it through the messages it waits for.
 
 Links are as fast as the cluster says, hop by hop. Where a collective was measured, its links are as fast as it takes
 for the collective alone to last as long as it did.
@@ -66,7 +66,7 @@ class ExpandedSteps(Steps):
         task = self.roles.exchanges[position].task
         roles = [self.role_of[rank] for rank in task.ranks]
         ready = {role: self._join(role, step, "ready", [after[role]]) for role in roles}
-        gates = [self._release(step, role, ready[role], task.lane) for role in roles]
+        gates = [self._release(step, role, ready[role], task) for role in roles]
         self.issued += 1
         straight = {"broadcast": "pull", "reduce": "push"} if self.costs.straight else {}
         kind = straight.get(task.kind, "push" if task.kind == "gather" else task.kind)
@@ -79,13 +79,12 @@ class ExpandedSteps(Steps):
         for role, gate, end in zip(roles, gates, ends, strict=True):
             part = self._add(self._part(step, position).of(role, ready[role]), [end])
             self.released[part] = gate
-            self.flights[task.lane, role].append(part)
+            self.flights[task.lane, role].append((part, task.wire_bytes))
             self.arrivals[step, role, task.message].append(part)
 
-    def _release(self, step: int, role: int, ready: int, lane: str) -> int:
+    def _release(self, step: int, role: int, ready: int, task: Task) -> int:
         """The task at whose end a rank starts its part."""
-        flying, queue = self.flights[lane, role], f"{lane}.{role}"
-        before = flying[-self.in_flight] if len(flying) >= self.in_flight else -1
+        before, queue = self._ahead(self.flights[task.lane, role], task.wire_bytes), f"{task.lane}.{role}"
         self.gates[queue] = self._join(role, step, "issue", [ready, self.gates.get(queue, -1), before])
         return self.gates[queue]
 

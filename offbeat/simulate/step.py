@@ -60,7 +60,8 @@ def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> l
     The slowest group of ranks decides. With several in flight, what an exchange costs beside its bytes passes while
     those before it on the same channel are on the wire (`in_a_row`).
     """
-    links, in_flight = Collectives(plan.cluster), plan.strategy.schedule.in_flight
+    links, schedule = Collectives(plan.cluster), plan.strategy.schedule
+    in_flight = schedule.in_flight
     found: list[tuple[float, float]] = []
     overhead: list[float] = []
     rows: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -73,9 +74,15 @@ def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> l
         if sum(price) > 0:
             rows[exchange.task.lane, exchange.roles, len(exchange.task.ranks)].append(position)
     for row in rows.values():
-        taken = in_a_row([found[p][0] for p in row], [overhead[p] for p in row], in_flight)
-        for position, seconds in zip(row, taken, strict=True):
-            found[position] = seconds, found[position][1]
+        sizes = [exchanges[p].task.wire_bytes for p in row]
+        # One step follows another, so that before the first comes the last.
+        beside = [schedule.beside(sizes[place:] + sizes[:place], size) for place, size in enumerate(sizes)]
+        taken = in_a_row([found[p][0] for p in row], [overhead[p] for p in row], in_flight, beside)
+        for place, (position, seconds) in enumerate(zip(row, taken, strict=True)):
+            lag = found[position][1]
+            # A result that must be there before the next may start keeps the link until then.
+            alone = in_flight > 1 and not beside[(place + 1) % len(row)]
+            found[position] = (seconds + lag, 0.0) if alone else (seconds, lag)
     return found
 
 
@@ -101,13 +108,15 @@ class Steps:
         self.arrivals: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         """Per step, role and message: the tasks whose end brings what the role waits for."""
         self.gates: dict[str, int] = {}
-        self.flights: dict[tuple[str, int], list[int]] = defaultdict(list)
-        """Per queue and role, the ends of its parts in collectives, where those are told apart."""
-        self.in_flight = plan.strategy.schedule.in_flight
+        self.flights: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        """Per queue and role, the ends and the bytes of its parts in collectives, where those are told apart."""
+        self.schedule = plan.strategy.schedule
         self.collectives = Collectives(plan.cluster)
         self.two_ways = any(costs.goes_straight(exchange.task) for exchange in roles.exchanges)
         self.issued = 0
-        self.first: NDArray[np.int64] = np.array([self._step(step) for step in range(steps)]).T
+        self.placed = [(place[each.task.index], each) for each in self.program.placed if each.task.index in place]
+        walk = self._sharded_step if self.placed else self._step
+        self.first: NDArray[np.int64] = np.array([walk(step) for step in range(steps)]).T
         """First task of each role (row) in each step (column)."""
 
     def column(self, name: str, dtype: Any = None) -> NDArray[Any]:
@@ -166,6 +175,46 @@ class Steps:
         self._end_step(step)
         return first
 
+    def _sharded_step(self, step: int) -> list[int]:
+        """A step whose variables are gathered where they are needed, and whose gradients are reduced behind that."""
+        roles = range(len(self.roles.ranks))
+        first = [self._compute(role, step, "other", "between steps", self.costs.gap_seconds) for role in roles]
+        before, behind = defaultdict(list), defaultdict(list)
+        for position, each in self.placed:
+            if each.task.kind == "all_gather":
+                before[each.slot].append((position, each))
+            else:
+                behind[each.slot].append(position)
+        needed: dict[tuple[int, int], list[int]] = defaultdict(list)
+        reduced: dict[int, list[int]] = defaultdict(list)
+        for slot in range(len(self.program.slots)):
+            for position, each in before[slot]:
+                self._send(step, position, {role: self.host[role] for role in self.roles.exchanges[position].roles})
+                for role in self.roles.exchanges[position].roles:
+                    needed[role, each.needed] += self.arrivals.pop((step, role, each.task.message))
+            for role in roles:
+                self._compute(role, step, None, "wait", 0.0, needed.pop((role, slot), ()))
+                self._slot(role, step, slot)
+            for position in behind[slot]:
+                self._reduce(step, position, reduced)
+        self._end_step(step)
+        return first
+
+    def _reduce(self, step: int, position: int, reduced: dict[int, list[int]]) -> None:
+        """A unit's gradients; a sum over replicas follows what was reduced, without the device taking part."""
+        exchange, most = self.roles.exchanges[position], self.program.reductions
+        if exchange.task.kind == "all_reduce":
+            self._send(step, position, {role: reduced[role][-1] for role in exchange.roles})
+            return
+        for role in exchange.roles:
+            waited = reduced[role][-most:][:1] if most else ()
+            self._compute(role, step, None, "wait", 0.0, waited)
+        self._send(step, position, {role: self.host[role] for role in exchange.roles})
+        for role in exchange.roles:
+            reduced[role].append(self.arrivals[step, role, exchange.task.message][-1])
+            if not most:
+                self._compute(role, step, None, "wait", 0.0, reduced[role][-1:])
+
     def _compute(
         self, role: int, step: int, kind: Kind | None, name: str, seconds: float, after: Iterable[int] = ()
     ) -> int:
@@ -215,7 +264,7 @@ class Steps:
                 for role, queued in ready.items()
             }
         for role, end in ends.items():
-            self.flights[queue, role].append(end)
+            self.flights[queue, role].append((end, part.bytes))
             self.arrivals[step, role, exchange.task.message].append(end)
 
     def _part(self, step: int, position: int) -> StepTask:
@@ -227,18 +276,22 @@ class Steps:
         """The device of a role's link away from it, where the two directions are told apart."""
         return 2 * (len(self.roles.ranks) + role) + 1
 
-    def _begin(self, step: int, role: int, gate: int, queue: str, seconds: float = 0.0) -> int:
-        """The task at whose end a role takes part: one of the `in_flight` before has ended for it."""
-        flights = self.flights[queue, role]
-        before = flights[-self.in_flight] if len(flights) >= self.in_flight else -1
-        return self._join(role, step, "begin", [gate, before], seconds)
+    def _begin(self, step: int, role: int, gate: int, queue: str, size: int, seconds: float = 0.0) -> int:
+        """The task at whose end a role takes part: enough of those before have ended for it."""
+        return self._join(role, step, "begin", [gate, self._ahead(self.flights[queue, role], size)], seconds)
+
+    def _ahead(self, flights: list[tuple[int, int]], size: int) -> int:
+        """The end of the last part that must be over before one of so many bytes may start; -1 if none must."""
+        latest = flights[-self.schedule.in_flight :]
+        beside = self.schedule.beside([held for _, held in latest], size)
+        return latest[-beside - 1][0] if len(latest) > beside else -1
 
     def _send_around(self, part: StepTask, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
         """A collective that takes both directions of every link, beside others that go straight. It lasts as long as on
         the slowest link; a faster one it leaves to them for the rest of the time. Returns its end for each role."""
         cluster, (seconds, lag) = self.plan.cluster, self.cost[part.exchange]
         slowest = cluster.ring_bandwidth(self.roles.exchanges[part.exchange].task.ranks)
-        begun = [self._begin(part.step, role, gate, queue) for role in ready]
+        begun = [self._begin(part.step, role, gate, queue, part.bytes) for role in ready]
         parts = []
         for role, queued in ready.items():
             node = cluster.node_of(self.roles.ranks[role][0])
@@ -260,8 +313,8 @@ class Steps:
             # The root, or any member: all members of a role have equal links.
             members = set(self.roles.ranks[role])
             rank = next(rank for rank in (task.root, *task.ranks) if rank is not None and rank in members)
-            price[role] = self.costs.straight_seconds(task, rank, self.collectives, self.in_flight)
-        begun = {role: self._begin(part.step, role, gate, queue, price[role][0]) for role in ready}
+            price[role] = self.costs.straight_seconds(task, rank, self.collectives, self.schedule.in_flight)
+        begun = {role: self._begin(part.step, role, gate, queue, part.bytes, price[role][0]) for role in ready}
         parts = {}
         for role, queued in ready.items():
             incoming = task.fills_incoming(task.root if role == root else None)
@@ -279,7 +332,8 @@ class Steps:
         for role in roles if barrier and mine else ():
             arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
             self._compute(role, step, None, "wait", 0.0, arrived)
-            self._compute(role, step, "optimizer", "optimizer", self._update_seconds(self.program.whole))
+            seconds = self._update_seconds(self.program.whole, 1 / self.plan.shards)
+            self._compute(role, step, "optimizer", "optimizer", seconds)
         for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]

@@ -3,7 +3,7 @@
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders
 from offbeat.strategy.describe import describe
-from offbeat.strategy.model import Encoder, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
+from offbeat.strategy.model import Encoder, FullyShard, OperatorConfig, Schedule, Shard, Slice, Strategy, VariableConfig
 from offbeat.strategy.registry import (
     Recipe,
     build_strategy,
@@ -17,6 +17,7 @@ from offbeat.strategy.validate import check_fits, transfer
 
 __all__ = [
     "Encoder",
+    "FullyShard",
     "OperatorConfig",
     "Recipe",
     "Schedule",

@@ -40,6 +40,8 @@ def describe(strategy: "Strategy") -> tuple[str, ...]:
     found += [f"{_some(count, 'gradient is', many)} {_KINDS[kind]}" for kind, count in kinds.most_common()]
     if shards:
         found.append(f"they travel in {_some(len(groups) + alone, 'message')}")
+    elif strategy.fsdp is not None:
+        found.append(f"parameters are sharded by fully_shard, {_some(len(strategy.fsdp.wrapped), 'module')} wrapped")
     elif not strategy.operators:
         found.append("every gradient is all-reduced alone")
     if cut:

@@ -8,13 +8,13 @@ searches make strategies, `offbeat.lower` reads them. JSON files hold only what 
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from os import PathLike
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from offbeat import files
 from offbeat.errors import OffbeatError, StrategyError
@@ -187,17 +187,25 @@ class Schedule(_Frozen):
     """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2
     """Collectives under way at once."""
+    credit_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Bytes that may be under way at once (ByteScheduler's credit): a message waits until it fits beside those before
+    it, or none is left. A policy orders messages accordingly: what has been handed over is not overtaken."""
     mode: Literal["auto", "deferred", "barrier"] = "auto"
     """deferred: the next forward waits per module; barrier: the optimizer's step waits for everything; auto: deferred
     where the training loop allows it."""
     order: tuple[Slice, ...] = ()
     """Issue order of an explicit schedule; every group's message is covered once."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_credit_bytes(cls, data: object) -> object:
-        # Older files may hold this field, which never had an effect.
-        return {key: value for key, value in data.items() if key != "credit_bytes"} if isinstance(data, dict) else data
+    def beside(self, before: Sequence[int], size: int) -> int:
+        """How many of the messages before one of `size` bytes may still be under way when it starts.
+
+        `before` has their bytes, the latest last.
+        """
+        most = min(self.in_flight - 1, len(before))
+        if self.credit_bytes is None:
+            return most
+        total = accumulate(reversed(before[len(before) - most :]), initial=size)
+        return sum(held <= self.credit_bytes for held in islice(total, 1, None))
 
     def _problems(self) -> Iterator[str]:
         if bool(self.order) != (self.policy == "explicit"):
@@ -230,6 +238,49 @@ class OperatorConfig(_Frozen):
                 yield f"tensor map {_list(tensor_map)} does not fit mesh {_list(self.mesh)}"
 
 
+Reshard = StrictBool | Annotated[StrictInt, Field(ge=2)]
+Precision = Literal["float16", "bfloat16", "float32", "float64"]
+
+
+class FullyShard(_Frozen):
+    """torch's `fully_shard` (FSDP2): every variable lies in parts on the ranks and is gathered where it is needed."""
+
+    units: dict[str, Reshard] = {}
+    """Modules whose variables are gathered together and whose gradients are reduced together, in the order in which
+    they are wrapped. True frees the gathered variables after forward and gathers them again in backward, False keeps
+    them, a number keeps parts of them on groups of so many ranks. What no unit holds belongs to the model itself, the
+    last unit, which keeps its variables unless it is named here, as ''."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Units that are gathered ahead of the one being computed. Backward is never less than one ahead."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Groups of ranks that hold all parts each (HSDP); gradients are summed over them as well."""
+    param_dtype: Precision | None = None
+    """Element type in which variables are gathered and computed with; None is their own."""
+    reduce_dtype: Precision | None = None
+    """Element type in which gradients are reduced; None is that of the gathered variables."""
+
+    def _problems(self) -> Iterator[str]:
+        wrapped: list[str] = []
+        for path in self.wrapped:
+            outer = next((unit for unit in wrapped if path.startswith(f"{unit}.")), None)
+            if outer is not None:
+                yield f"fsdp: unit {path!r} lies in {outer!r}, which is wrapped before it"
+            wrapped.append(path)
+
+    @property
+    def wrapped(self) -> tuple[str, ...]:
+        """The units but the model itself, in the order in which they are wrapped."""
+        return tuple(path for path in self.units if path)
+
+    def reshard(self, unit: str) -> Reshard:
+        """What happens to a unit's variables after forward."""
+        return self.units.get(unit, False)
+
+    def unit_of(self, name: str) -> str:
+        """The unit that holds a variable, or the innermost one around a module."""
+        return next((path for path in self.wrapped if name == path or name.startswith(f"{path}.")), "")
+
+
 class Strategy(_Frozen):
     """Everything that distinguishes one way of running a step from another."""
 
@@ -250,17 +301,23 @@ class Strategy(_Frozen):
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in backward instead of being kept."""
     fusion: tuple[tuple[str, ...], ...] = ()
-    """Regions of modules that are compiled into one operator each."""
+    """Regions of modules. Training compiles each module of a region; a plan takes the region for one operator."""
     schedule: Schedule = Schedule()
     variables: dict[str, VariableConfig] = {}
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
     operators: dict[str, OperatorConfig] = {}
+    fsdp: FullyShard | None = None
+    """Every variable in parts, by torch's `fully_shard`; `variables` are then empty."""
 
     def _problems(self) -> Iterator[str]:
         if len(set(self.replicas)) != len(self.replicas):
             yield f"replicas {_list(self.replicas)} name a rank twice"
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
             yield f"{len(self.weights)} weights are given for {len(self.replicas)} replicas"
+        if self.fsdp is not None:
+            beside = ("variables", "operators", "weights", "replicas")
+            for field in (field for field in beside if getattr(self, field)):
+                yield f"{field}: a strategy with fsdp takes none, because fully_shard treats all ranks alike"
 
     def __repr__(self) -> str:
         made_for = f" for {self.model}" if self.model else ""
@@ -274,6 +331,10 @@ class Strategy(_Frozen):
         return f"<b>{escape(repr(self))}</b><ul>{clauses}</ul>"
 
     def config(self, variable: str) -> VariableConfig:
+        if self.fsdp is not None:
+            unit = self.fsdp.unit_of(variable)
+            group = self.fsdp.wrapped.index(unit) if unit else len(self.fsdp.wrapped)
+            return VariableConfig(shards=(Shard(synchronizer="sharded", group=group),))
         return self.variables.get(variable, _DEFAULT_CONFIG)
 
     @property

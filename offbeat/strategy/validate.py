@@ -6,7 +6,7 @@ from itertools import accumulate
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.model import SERVERS, Shard, Strategy, VariableConfig
+from offbeat.strategy.model import SERVERS, FullyShard, Shard, Strategy, VariableConfig
 from offbeat.units import quote
 
 _SPARSE = ("sparse_all_gather", "sparse_parameter_server")
@@ -46,8 +46,56 @@ def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Str
             "operators": {},
             "variables": kept,
             "schedule": schedule,
+            "fsdp": None if strategy.fsdp is None else _carried_over(strategy.fsdp, graph, cluster),
         }
     )
+
+
+def _carried_over(fsdp: FullyShard, graph: ModelGraph, cluster: ClusterSpec) -> FullyShard:
+    """The units that another model has too; one group of ranks where the cluster does not divide into as many."""
+    fits = {"replicas": fsdp.replicas if cluster.world_size % fsdp.replicas == 0 else 1}
+    shards = cluster.world_size // fits["replicas"]
+    known = _module_paths(graph) | {""}
+    units = {
+        path: True if not isinstance(reshard, bool) and not _smaller(reshard, shards) else reshard
+        for path, reshard in fsdp.units.items()
+        if path in known and not any(unit_problems(FullyShard(units={path: True}), graph))
+    }
+    return fsdp.model_copy(update={"units": units, **fits})
+
+
+def _smaller(group: int, shards: int) -> bool:
+    """Whether gathered variables can be kept in parts on groups of so many of the ranks that share them."""
+    return 1 < group < shards and shards % group == 0
+
+
+def unit_problems(fsdp: FullyShard, graph: ModelGraph) -> Iterator[str]:
+    """Why `fully_shard` could not wrap these modules: something outside a unit reads or shares its variables."""
+    for variable in graph.variables:
+        unit = fsdp.unit_of(variable.name)
+        other = next((alias for alias in variable.aliases if fsdp.unit_of(alias) != unit), None)
+        if other is not None:
+            yield f"fsdp: {variable.name!r} and {other!r} are one tensor and must lie in one unit"
+        if variable.sparse:
+            yield f"fsdp: {variable.name!r} has a sparse gradient, which fully_shard cannot reduce"
+    for operator in graph.phase("forward"):
+        for name in operator.variables:
+            unit = fsdp.unit_of(name)
+            if unit and operator.module != unit and not operator.module.startswith(f"{unit}."):
+                where = repr(operator.module) if operator.module else "the model itself"
+                yield f"fsdp: unit {unit!r} holds {name!r}, which {where} reads; leave it to a unit around both"
+
+
+def _fsdp_problems(fsdp: FullyShard, graph: ModelGraph, cluster: ClusterSpec) -> Iterator[str]:
+    world, modules = cluster.world_size, _module_paths(graph)
+    if world % fsdp.replicas:
+        yield f"fsdp: {fsdp.replicas} replicas do not divide the {world} ranks evenly"
+    for path, reshard in fsdp.units.items():
+        if path and path not in modules:
+            yield f"fsdp: the model has no module {quote(path)}"
+        if not isinstance(reshard, bool) and not _smaller(reshard, world // fsdp.replicas):
+            yield f"fsdp: unit {quote(path)}: {reshard} is no smaller group that divides {world // fsdp.replicas} ranks"
+    yield from unit_problems(fsdp, graph)
 
 
 def _problems(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Iterator[str]:
@@ -67,6 +115,8 @@ def _problems(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> It
     for path in (*strategy.recompute, *(path for region in strategy.fusion for path in region)):
         if path not in modules:
             yield f"the model has no module {quote(path)} to recompute or fuse"
+    if strategy.fsdp is not None:
+        yield from _fsdp_problems(strategy.fsdp, graph, cluster)
     for name in strategy.operators:
         if name not in graph.operator_index:
             yield f"operators: the model has no operator {quote(name)}"

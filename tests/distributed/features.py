@@ -550,6 +550,27 @@ def buffers_as_with_ddp(seed: int) -> dict[str, Any]:
     return {"done": done}
 
 
+def join_as_with_ddp(steps: list[int]) -> dict[str, Any]:
+    """How far parameters and buffers are from DDP's after ranks have run out of data at different times."""
+    rank = dist.get_rank()
+    ours, theirs = small_models.make("cnn"), small_models.make("cnn")
+    wrapped = DistributedDataParallel(theirs)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        with model.join():
+            for number in range(steps[rank]):
+                optimizer.zero_grad()
+                model(*small_models.batch("cnn", number, rank)).backward()
+                optimizer.step()
+
+    with _distributed(ours, optimizer, "overlap"):
+        train(ours, optimizer)
+    train(wrapped, torch.optim.SGD(theirs.parameters(), lr=0.1))
+    pairs = zip([*ours.parameters(), *ours.buffers()], [*theirs.parameters(), *theirs.buffers()], strict=True)
+    return {"error": max((a.double() - b.double()).abs().max().item() for a, b in pairs)}
+
+
 def outside_parameter(strategy: str) -> dict[str, Any]:
     """The optimizer also holds a parameter that is not the model's; it is stepped with this rank's gradient."""
     outside = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))

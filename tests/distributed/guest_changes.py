@@ -16,6 +16,17 @@ def _fused_optimizer(job: Job) -> None:
         job.step(step)
 
 
+def _capturable(model: nn.Module) -> torch.optim.Optimizer:
+    # Torch takes such an optimizer on GPUs only.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, capturable=next(model.parameters()).is_cuda)
+
+
+@pattern(optimize=_capturable)
+def _capturable_optimizer(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+
+
 def _muon(model: nn.Module) -> torch.optim.Optimizer:
     for parameter in (model.first.bias, model.middle[0].bias, model.middle[2].bias, model.head.bias):
         parameter.requires_grad_(False)

@@ -25,6 +25,26 @@ def _evaluation(job: Job) -> None:
 
 
 @pattern()
+def _generation(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+        tokens = job.batch(60)[0]
+        with torch.inference_mode():
+            for _ in range(3):
+                tokens = torch.cat([tokens[:, 3:], job.model(tokens)], dim=1)
+        job.see(tokens)
+
+
+@pattern()
+def _unwrapped_calls(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                job.see(getattr(job.model, "module", job.model)(job.batch(50)[0]))
+
+
+@pattern()
 def _accumulation(job: Job) -> None:
     for step in range(STEPS):
         job.optimizer.zero_grad()

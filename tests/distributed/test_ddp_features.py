@@ -224,6 +224,12 @@ def test_buffers_are_ddps_at_every_moment(pools: Pools, seed: int) -> None:
         assert max(error for _, error in answer["done"]) <= EXACT, str(answer["done"])
 
 
+@pytest.mark.parametrize("steps", [[5, 3], [2, 4]])
+def test_uneven_data_ends_with_ddps_parameters_and_buffers(pools: Pools, steps: list[int]) -> None:
+    for answer in pools(2).call("join_as_with_ddp", steps=steps):
+        assert answer["error"] <= EXACT
+
+
 @pytest.mark.parametrize("strategy", ["overlap", "ps"])
 def test_optimizer_with_a_parameter_outside_the_model(pools: Pools, strategy: str) -> None:
     for answer in pools(2).call("outside_parameter", strategy=strategy):

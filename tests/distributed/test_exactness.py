@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from harness import Pools
-from small_strategies import EXPECTED_MODE, OPTIONS, every_synchronizer, server
+from small_strategies import ENGINE_BUILDERS, EXPECTED_MODE, OPTIONS, every_synchronizer, server
 
-from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig, builders
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
 
 MODELS = ("mlp", "cnn", "transformer", "ncf")
 ARITHMETIC = (("sgd", "float64", 1e-10), ("adamw", "float64", 1e-10), ("sgd", "float32", 1e-5))
@@ -31,7 +31,7 @@ def _often(case: Any, run: bool) -> Any:
 
 
 def _matrix() -> Iterator[Any]:
-    for world, builder, model in product((2, 4), builders(), MODELS):
+    for world, builder, model in product((2, 4), ENGINE_BUILDERS, MODELS):
         for (optimizer, dtype, tolerance), mode in product(ARITHMETIC, EXPECTED_MODE):
             often = (builder, model) in OFTEN and (optimizer, dtype) == ("sgd", "float64")
             yield _often((world, builder, model, optimizer, dtype, tolerance, mode), often)
@@ -49,7 +49,7 @@ def test_builder_is_exact(
     assert max(answer["error"] for answer in answers) <= tolerance
 
 
-@pytest.mark.parametrize("builder", [_often((builder,), builder in ("ddp", "parallax")) for builder in builders()])
+@pytest.mark.parametrize("builder", [_often((builder,), builder in ("ddp", "parallax")) for builder in ENGINE_BUILDERS])
 def test_builder_by_name(pools: Pools, builder: str) -> None:
     for answer in pools(2).call("by_name", builder=builder):
         assert answer["captured"] <= 1e-10

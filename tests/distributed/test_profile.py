@@ -308,7 +308,8 @@ def test_calibrate_writes_a_cluster(tmp_path: Path) -> None:
     done = run(["calibrate", "-o", "cluster.yaml", "-n", "2", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     spec = ClusterSpec.load(tmp_path / "cluster.yaml")
-    assert json.loads(done.stdout)["tables"] == len(spec.tables) == 5
+    assert json.loads(done.stdout)["tables"] == len(spec.tables) == 6
+    assert spec.table("all_to_all", ((0, 1),)) is not None
     assert spec.world_size == 2
     assert 1e6 < spec.nodes[0].intra_bandwidth < 1e12
     table = spec.table("all_reduce", ((0, 1),))

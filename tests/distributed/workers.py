@@ -19,6 +19,7 @@ import checkpoints
 import clipping
 import encoding
 import features
+import fully_sharded
 import guests
 import refusals
 import sharding
@@ -38,6 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         training,
         encoding,
         features,
+        fully_sharded,
         guests,
         clipping,
         refusals,

@@ -91,6 +91,7 @@ def strategies() -> tuple[bytes, ...]:
         schedule=Schedule(
             policy="explicit",
             in_flight=3,
+            credit_bytes=4096,
             order=(Slice(group=0, start=0, stop=100), Slice(group=0, start=100, stop=320)),
         ),
         variables={

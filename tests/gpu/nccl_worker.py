@@ -27,14 +27,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 import small_models
 from reference import flat_parameters, graph_of, make_strategy, reference_run
-from small_strategies import EXPECTED_MODE, OPTIONS, every_synchronizer, server
+from small_strategies import ENGINE_BUILDERS, EXPECTED_MODE, OPTIONS, every_synchronizer, fsdp_points, server
 
 import offbeat
 from offbeat import api
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.runtime import distribute
-from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig, builders
+from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.torch_private import default_store
 
 CUDA = torch.cuda.is_available()
@@ -160,7 +160,7 @@ def everywhere(value: Any) -> list[Any]:
 def cases() -> Iterator[Case]:
     world = dist.get_world_size()
     for optimizer in ("sgd", "adamw"):
-        for builder in builders():
+        for builder in ENGINE_BUILDERS:
             given = {"builder": builder, "options": OPTIONS.get(builder, {})}
             for mode in EXPECTED_MODE:
                 yield "builder", f"{builder} {optimizer} {mode}", partial(exact, given, optimizer, mode)
@@ -179,6 +179,9 @@ def cases() -> Iterator[Case]:
     for builder in ("overlap", "sharded", "ps_load_balanced", "parallax"):
         for optimizer in ("sgd", "adamw"):
             yield "checkpoint", f"{builder} {optimizer}", partial(resumed, builder, optimizer)
+    for optimizer in ("sgd", "adamw"):
+        for options in fsdp_points(world):
+            yield "fully sharded", f"{options} {optimizer}", partial(fully_sharded, options, optimizer)
     yield "refusal", "asynchronous servers", refused
     yield "batch norm", "SyncBatchNorm", synchronised_statistics
     yield "auto", "measured link", auto
@@ -202,6 +205,22 @@ def exact(given: dict[str, Any], optimizer: str, mode: str) -> Row:
         ended = model.offbeat.mode
         distance = float((flat(model) - expected("everything", optimizer)).abs().max())
     return {"good": distance <= LIMIT and ended == EXPECTED_MODE[mode], "distance": distance, "mode": ended}
+
+
+def fully_sharded(options: dict[str, Any], optimizer: str) -> Row:
+    """By torch's own `fully_shard`, with the choices of a strategy."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cluster = ClusterSpec.homogeneous(nodes=world)
+    parts = options.pop("accumulation", 1)
+    strategy = build_strategy("fsdp", graph_of("gpt2", torch.float64, optimizer), cluster, **options)
+    model = small_models.make("gpt2", seed=rank).to(DEVICE)
+    trainer = small_models.make_optimizer(optimizer, model.parameters())
+    offbeat.distribute(model, trainer, strategy.model_copy(update={"accumulation": parts}), cluster=cluster)
+    steps(model, trainer, "gpt2", range(STEPS))
+    whole = model.state_dict()
+    ended = torch.cat([whole[name].reshape(-1) for name, _ in model.named_parameters()])
+    distance = float((ended - expected("gpt2", optimizer)).abs().max())
+    return {"good": distance <= LIMIT, "distance": distance}
 
 
 def behind_stations(owner: int, stations: tuple[int, ...]) -> Row:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from offbeat.emulate import Emulation
+from offbeat.emulate.keeper import search_path
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
@@ -24,7 +25,6 @@ pytestmark = [
 ]
 
 WORKER = Path(__file__).with_name("nccl_worker.py")
-ROOT = str(Path(__file__).parents[2])
 RUN_SECONDS = 220.0
 START_SECONDS = 120.0
 LOST_SECONDS = 30.0
@@ -37,6 +37,7 @@ KINDS = {
     "encoder": 15,
     "staleness": 4,
     "checkpoint": 8,
+    "fully sharded": 20,
     "refusal": 1,
     "batch norm": 1,
     "auto": 1,
@@ -56,7 +57,7 @@ def run_cases(ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Every rank's row of every case, and what went wrong with the run as a whole."""
     with gpu_cluster(ranks) as cluster:
         command = [str(WORKER), "cases", str(folder)]
-        ends = cluster.run(command, timeout=RUN_SECONDS, env={"PYTHONPATH": ROOT}, check=False)
+        ends = cluster.run(command, timeout=RUN_SECONDS, env={"PYTHONPATH": search_path()}, check=False)
     wrong = [
         f"rank {end.rank} {end.outcome} with {end.returncode} after {end.seconds:.0f} s: {end.stderr[-1500:]}"
         for end in ends
@@ -96,7 +97,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
         port = cluster.new_port()
         logs = [(tmp_path / f"rank{rank}.log").open("wb") for rank in range(2)]
         command = [str(WORKER), "forever", str(tmp_path)]
-        options = {"env": {"PYTHONPATH": ROOT}, "master_port": port}
+        options = {"env": {"PYTHONPATH": search_path()}, "master_port": port}
         ranks = [cluster.popen(rank, command, stdout=log, stderr=log, **options) for rank, log in enumerate(logs)]
         until = time.monotonic() + START_SECONDS
         while not (tmp_path / "steps").exists() or int((tmp_path / "steps").read_text() or 0) < 30:
@@ -110,6 +111,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
         except subprocess.TimeoutExpired:
             code = None
         waited = time.monotonic() - killed_at
+        ranks[1].wait(LOST_SECONDS)
         # Whatever the dead rank has left of the service that shares the GPU, a new one works.
         cluster.restart_gpu()
         sums = [end.stdout.strip() for end in cluster.run(["-c", SUM], timeout=120)]
@@ -130,4 +132,4 @@ SUM = (
 
 
 def said(folder: Path) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-40000:]}" for log in folder.glob("*.log"))

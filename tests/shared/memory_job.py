@@ -2,8 +2,8 @@
 
 The n-th collective that each member puts into a channel is one and the same; a difference in kind, root or size fails
 it on every rank. It is carried out when the last member has joined, or, with a seed, at a random later moment, at the
-latest when a member waits for it, so that completion orders vary. Sums are added up in ring order: every rank gets the
-same bits, and a plain loop over the ranks' tensors reproduces them.
+latest when a member waits for it or soon where somebody wants to hear of its end, so that completion orders vary. Sums
+are added up in ring order: every rank gets the same bits, and a plain loop over the ranks' tensors reproduces them.
 """
 
 import json
@@ -81,6 +81,8 @@ class Collective:
         self, what: Signature, given: list[torch.Tensor], total: torch.Tensor | None, rank: int
     ) -> list[torch.Tensor]:
         """What one member receives."""
+        if what.kind == "all_to_all":
+            return [torch.cat([tensor.view(len(given), -1)[self.ranks.index(rank)] for tensor in given])]
         if total is None:
             return given if what.root is None or what.kind == "gather" else [given[self.ranks.index(what.root)]]
         if what.kind == "reduce_scatter":
@@ -156,8 +158,16 @@ class MemoryJob:
                 if not collective.done:
                     self.held_back.append(collective)
                     self._carry_out_some()
+                    if collective.reports:
+                        self.carry_out_soon(collective)
                     self.changed.notify_all()
             return collective
+
+    def carry_out_soon(self, collective: Collective) -> None:
+        """Like a real backend, which tells of an end that nobody waits for."""
+        timer = threading.Timer(1e-3, self._carry_out, [collective])
+        timer.daemon = True
+        timer.start()
 
     def _carry_out_some(self) -> None:
         chosen = list(self.held_back)
@@ -167,14 +177,18 @@ class MemoryJob:
             self._carry_out(collective)
 
     def _carry_out(self, collective: Collective) -> None:
-        self.held_back.remove(collective)
-        try:
-            if self.before is not None:
-                self.before(collective)
-            collective.carry_out()
-        except Exception as error:
-            collective.error = str(error)
-        self._end(collective)
+        with self.changed:
+            # Another one's end may have led to this one's.
+            if collective not in self.held_back:
+                return
+            self.held_back.remove(collective)
+            try:
+                if self.before is not None:
+                    self.before(collective)
+                collective.carry_out()
+            except Exception as error:
+                collective.error = str(error)
+            self._end(collective)
 
     def _end(self, collective: Collective) -> None:
         collective.done = True
@@ -268,6 +282,9 @@ class MemoryChannel:
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "MemoryWork":
         return self._start("reduce_scatter", tensor, [output])
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "MemoryWork":
+        return self._start("all_to_all", tensor, [output])
+
     def _start(
         self, kind: str, tensor: torch.Tensor, outputs: list[torch.Tensor], root: int | None = None
     ) -> "MemoryWork":
@@ -314,6 +331,8 @@ class MemoryWork:
         with self.channel.job.changed:
             if not self.collective.done:
                 self.collective.reports.append(report)
+                if self.collective in self.channel.job.held_back:
+                    self.channel.job.carry_out_soon(self.collective)
                 return
         report(time.perf_counter())
 

@@ -24,6 +24,7 @@ def random_strategy(seed: int, graph: ModelGraph, cluster: ClusterSpec) -> Strat
             policy=draw.choice(("fifo", "priority")),
             slice_bytes=draw.choice((None, 1024, 3000)),
             in_flight=draw.randint(1, 4),
+            credit_bytes=draw.choice((None, None, 1024, 8192)),
             mode=draw.choice(("auto", "auto", "deferred", "barrier")),
         )
     return Strategy(name=f"random{seed}", weights=weights, schedule=schedule, variables=variables)

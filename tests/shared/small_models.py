@@ -69,6 +69,28 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.decoder(x).flatten(0, 1), following.flatten())
 
 
+class Gpt2(nn.Module):
+    """Causal blocks in a list, with tied input and output words, as GPT-2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.places = nn.Embedding(4, 6)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(6, 2, 11, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places.weight
+        mask = torch.full((4, 4), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
+        for block in self.blocks:
+            x = block(x, src_mask=mask)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), following.flatten())
+
+
 class Everything(nn.Module):
     """Every kind of variable: a sparse table, a convolution, dense layers, a scalar, a tied weight, an early use."""
 
@@ -95,6 +117,7 @@ _MODELS: dict[str, Callable[[bool], nn.Module]] = {
     "mlp": lambda _: Mlp(),
     "cnn": lambda _: Cnn(),
     "transformer": lambda _: Transformer(),
+    "gpt2": lambda _: Gpt2(),
     "ncf": lambda sparse: NeuMF(USERS, ITEMS, 4, (8, 6, 3), sparse),
     "everything": Everything,
 }
@@ -121,7 +144,7 @@ def batch(name: str, step: int, rank: int, dtype: torch.dtype = torch.float64, s
             return torch.randn(size, 23, generator=g).to(dtype), whole(CLASSES, size)
         case "cnn":
             return torch.randn(size, 3, 6, 6, generator=g).to(dtype), whole(CLASSES, size)
-        case "transformer":
+        case "transformer" | "gpt2":
             return whole(WORDS, size, 4), whole(WORDS, size, 4)
         case "ncf":
             return whole(USERS, size), whole(ITEMS, size), whole(2, size).to(dtype)

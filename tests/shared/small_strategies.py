@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offbeat.strategy import Shard, Strategy, VariableConfig
+from offbeat.strategy import Shard, Strategy, VariableConfig, builders
 from offbeat.strategy.model import Schedule
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -23,8 +23,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "uneven_partitioned_ps": {"servers": "ranks"},
 }
 """Options of each builder, in bytes of such models."""
+ENGINE_BUILDERS = tuple(name for name in builders() if name != "fsdp")
+"""Builders whose strategies run on Offbeat's own engine; `fsdp` runs on torch's and takes no sparse gradients."""
+FSDP_POINTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reshard": False, "prefetch": 0},
+    {"root": True, "prefetch": 2},
+    {"recompute": True},
+    {"units": "2KiB", "accumulation": 2},
+    {"units": []},
+    {"units": "1KiB", "reshard": False, "root": True, "recompute": True},
+    {"prefetch": 3, "accumulation": 4},
+    {"replicas": 2},
+    {"replicas": 2, "reshard": False, "recompute": True, "accumulation": 2},
+)
+"""Options of the builder `fsdp`, with a strategy's accumulation beside them."""
+FSDP_SMALLER_GROUPS: tuple[dict[str, Any], ...] = (
+    {"reshard": 2},
+    {"reshard": 2, "recompute": True, "prefetch": 2},
+)
+"""Further ones, for four ranks."""
 EXPECTED_MODE = {"auto": "deferred", "barrier": "barrier"}
 """The mode in which a strategy that asks for the key ends."""
+
+
+def fsdp_points(world: int) -> list[dict[str, Any]]:
+    """At least ten FSDP2 strategies for so many ranks."""
+    return [*map(dict, FSDP_POINTS), *(map(dict, FSDP_SMALLER_GROUPS) if world == 4 else ())]
 
 
 def server(owner: int, **fields: Any) -> Shard:
@@ -66,5 +91,5 @@ def every_synchronizer(world: int) -> Strategy:
             ),
             "head.weight": VariableConfig(partition=(1, 3), shards=(Shard(synchronizer="sharded", group=3),)),
         },
-        schedule=Schedule(policy="priority", in_flight=3),
+        schedule=Schedule(policy="priority", in_flight=3, credit_bytes=1024),
     )

@@ -175,7 +175,17 @@ def penalty_on_gradients(job: Job, draw: Random) -> None:
 @action(1)
 def uneven_data(job: Job, draw: Random) -> None:
     steps = [draw.randint(1, 3) for _ in range(job.world.size)]
-    job.join(steps, lambda: ordinary_step(job, draw))
+    passes, forgets = draw.randint(1, 2), draw.random() < 0.7
+
+    def optimize() -> None:
+        job.optimizer.step()
+        if forgets:
+            job.optimizer.zero_grad()
+
+    job.join(steps, passes, optimize)
+    if forgets:
+        # A rank that was without data still has the last average.
+        job.optimizer.zero_grad()
 
 
 # Evaluation

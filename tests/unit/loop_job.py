@@ -23,7 +23,7 @@ from offbeat.plan import Plan, lower
 from offbeat.runtime.distribute import Runtime
 from offbeat.strategy import Strategy, build_strategy
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=60)
 
 Way = tuple[str, int, str, bool]
 """A builder's name or "random", a seed, a mode, and whether the model is captured."""
@@ -105,29 +105,38 @@ class Job:
         if not self.ours and self.synchronise:
             self._average()
 
-    def join(self, steps: list[int], step: Callable[[], None]) -> None:
-        """Each rank takes so many steps; the reference knows how many the others take."""
+    def join(self, steps: list[int], passes: int, optimize: Callable[[], None]) -> None:
+        """Each rank takes so many steps of so many passes; the reference knows how many the others take."""
         mine = steps[self.world.rank]
         if self.ours:
             with self.model.join():
                 for _ in range(mine):
-                    step()
+                    for _ in range(passes):
+                        self.backward(self.forward())
+                    optimize()
             return
         for number in range(max(steps)):
             self.root = max(rank for rank, each in enumerate(steps) if each > number)
+            for _ in range(passes):
+                if number < mine:
+                    self.backward(self.forward())
+                else:
+                    self._pass_without_data()
             if number < mine:
-                step()
-                continue
-            if self.buffers_due:
-                self._broadcast_buffers()
-            self.buffers_due = True
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = None
-            self._average()
-            self.optimizer.step()
+                optimize()
+            else:
+                self.optimizer.step()
         self._broadcast_buffers()
         self.root = 0
+
+    def _pass_without_data(self) -> None:
+        if self.buffers_due:
+            self._broadcast_buffers()
+        self.buffers_due = True
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+        self._average()
 
     @torch.no_grad()
     def _average(self) -> None:

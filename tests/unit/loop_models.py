@@ -1,5 +1,6 @@
 """A name → a model of a hundred parameters that returns its loss, and batches for it."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterable
 
@@ -131,14 +132,18 @@ TAKES_SPARSE = ("sgd", "plain", "adagrad")
 """Optimizers that torch gives sparse gradients to."""
 _seeding = threading.Lock()
 """torch has one default generator for all threads."""
+_models: dict[tuple[str, int], nn.Module] = {}
+"""Made once, because other threads may draw from that generator too."""
 _capturing = threading.Lock()
 _graphs: dict[str, ModelGraph] = {}
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
     with _seeding:
-        torch.manual_seed(seed)
-        return MODELS[name]().double()
+        if (name, seed) not in _models:
+            torch.manual_seed(seed)
+            _models[name, seed] = MODELS[name]().double()
+        return copy.deepcopy(_models[name, seed])
 
 
 def batch(name: str, number: int, rank: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:

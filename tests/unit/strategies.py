@@ -254,6 +254,7 @@ def _schedules() -> SearchStrategy[Schedule]:
         policy=st.sampled_from(("fifo", "priority")),
         slice_bytes=size,
         in_flight=st.integers(1, 4),
+        credit_bytes=size,
         mode=st.sampled_from(("auto", "deferred", "barrier")),
     )
 

@@ -3,7 +3,10 @@
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from in_memory import run_ranks, run_to_end
 from memory_job import Collective, MemoryJob, MemoryWorld
 
 from offbeat.runtime.comm import Channel, CommunicationFailed
+from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.torch_channel import TorchChannel
 from offbeat.runtime.sync.rows import RowExchange, Rows
 from offbeat.torch_private import open_group
@@ -33,12 +37,14 @@ def on_channels(kind: str, ring: tuple[int, ...], function: Callable[[Channel, i
             channel = TorchChannel(group, ring, world.rank, list)
         else:
             channel = world.open_channel("test", ring, 2, TIMEOUT)
+        if kind == "credit":
+            channel = CreditChannel(channel, 4 * ELEMENTS)
         result = function(channel, world.rank)
         world.all_gather_object(None)  # gloo's sockets must not close while others read
         channel.close()
         return result
 
-    return run_ranks(len(ring), body, MemoryJob(len(ring), seed=3 if kind == "random" else None))
+    return run_ranks(len(ring), body, MemoryJob(len(ring), seed=3 if kind in ("random", "credit") else None))
 
 
 def given(rank: int, salt: int = 0) -> torch.Tensor:
@@ -53,9 +59,102 @@ def in_ring_order(ring: tuple[int, ...], salt: int = 0) -> torch.Tensor:
     return total
 
 
-@pytest.fixture(params=["memory", "random", "gloo"])
+@pytest.fixture(params=["memory", "random", "credit", "gloo"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+class ByHand:
+    """A channel whose collectives end when the test says so."""
+
+    ranks, index, size = (0, 1), 0, 2
+    send = recv = None
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.reports: dict[int, list[Callable[[float], None]]] = {}
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        size = tensor.numel()
+        self.started.append(size)
+        self.reports[size] = []
+        return SimpleNamespace(report_end=self.reports[size].append, wait=lambda: None)
+
+    def end(self, size: int) -> None:
+        for report in self.reports.pop(size):
+            report(0.0)
+
+
+def test_a_message_waits_until_it_fits_into_the_credit_and_nothing_overtakes_it() -> None:
+    inner = ByHand()
+    channel = CreditChannel(inner, 100)  # type: ignore[arg-type]
+    ended: list[int] = []
+    for size in (60, 41, 7, 300, 5):
+        channel.all_reduce(torch.zeros(size, dtype=torch.uint8)).report_end(lambda _, size=size: ended.append(size))  # type: ignore[misc]
+    assert inner.started == [60]  # 41 more would be too many, and 7 may not overtake them
+    inner.end(60)
+    assert inner.started == [60, 41, 7]
+    inner.end(41)
+    assert inner.started == [60, 41, 7]
+    inner.end(7)
+    assert inner.started == [60, 41, 7, 300]  # more than the credit goes alone
+    inner.end(300)
+    assert inner.started == [60, 41, 7, 300, 5]
+    inner.end(5)
+    assert ended == [60, 41, 7, 300, 5]
+
+
+def test_what_a_held_back_message_fails_with_is_told_to_whoever_waits() -> None:
+    inner = ByHand()
+    channel = CreditChannel(inner, 100)  # type: ignore[arg-type]
+    channel.all_reduce(torch.zeros(100))
+    held = channel.all_reduce(torch.zeros(50))
+    inner.all_reduce = Mock(side_effect=CommunicationFailed("gone", list))  # type: ignore[method-assign]
+    assert not held.is_completed()
+    inner.end(100)
+    with pytest.raises(CommunicationFailed, match="gone"):
+        held.wait()
+    assert not channel.waiting
+    assert not channel.under_way
+
+
+class Watched:
+    """A channel that notes how many bytes are under way at most."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.inner = inner
+        self.ranks, self.index, self.size, self.send, self.recv = inner.ranks, inner.index, inner.size, None, None
+        self.lock, self.now, self.most = threading.Lock(), 0, 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        with self.lock:
+            self.now += tensor.nbytes
+            self.most = max(self.most, self.now)
+        work = self.inner.all_reduce(tensor)
+        work.report_end(partial(self._ended, tensor.nbytes))
+        return work
+
+    def _ended(self, size: int, _: float) -> None:
+        with self.lock:
+            self.now -= size
+
+
+@pytest.mark.parametrize("kind", ["random", "gloo"])
+def test_no_more_than_the_credit_is_under_way_and_the_sums_stay(kind: str) -> None:
+    sizes = [1000, 50_000, 3000, 20_000, 20_000, 70_000, 10, 40_000] * 4
+
+    def body(channel: Channel, rank: int) -> int:
+        watched = Watched(channel)
+        limited = CreditChannel(watched, 4 * 60_000)  # type: ignore[arg-type]
+        tensors = [torch.full((size,), float(rank + 1)) for size in sizes]
+        works = [limited.all_reduce(tensor) for tensor in tensors]
+        for work in reversed(works):
+            work.wait()
+        assert all((tensor == 3.0).all() for tensor in tensors)
+        return watched.most
+
+    # 70,000 elements are more than the credit and go alone.
+    assert max(on_channels(kind, (1, 0), body)) == 4 * 70_000
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=len)
@@ -79,6 +178,18 @@ def test_sums(kind: str, ring: tuple[int, ...]) -> None:
     torch.testing.assert_close(found[ring[-1]][1], total)
     if kind != "gloo":
         assert torch.equal(found[0][0], total)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=len)
+def test_every_rank_gets_its_part_of_every_ranks_tensor(kind: str, ring: tuple[int, ...]) -> None:
+    def body(channel: Channel, rank: int) -> torch.Tensor:
+        received = torch.empty(ELEMENTS)
+        channel.all_to_all(received, given(rank)).wait()
+        return received
+
+    for rank, received in enumerate(on_channels(kind, ring, body)):
+        place = ring.index(rank)
+        assert torch.equal(received, torch.cat([given(each).view(len(ring), -1)[place] for each in ring]))
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=len)

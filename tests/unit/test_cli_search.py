@@ -25,6 +25,16 @@ def test_optimize_writes_a_strategy_and_says_what_it_gains(tmp_path: Path) -> No
     Strategy.load(chosen)
 
 
+def test_optimize_prints_fully_sharded_strategies_as_torch_code() -> None:
+    job = ["gpt2", "--scale", "0.25", "--cluster", "B7"]
+    result = CliRunner().invoke(app, ["optimize", *job, "--time-limit", "2", "--memory-limit", "70MiB"])
+    assert result.exit_code == 0, result.output
+    before, _, code = result.stdout.partition("The same in a script without Offbeat")
+    assert before.startswith("A step of 'optimize' is predicted to take")
+    compile(code.partition("\n\n")[2], "pasted", "exec")
+    assert "fully_shard(model, reshard_after_forward=" in code
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -12,14 +12,14 @@ from in_memory import distance, distributed, fresh, run_ranks, train
 from memory_job import MemoryJob, MemoryWorld
 from random_strategies import random_strategy
 from reference import graph_of, make_strategy, reference_run
-from small_strategies import EXPECTED_MODE, OPTIONS, every_synchronizer, server
+from small_strategies import ENGINE_BUILDERS, EXPECTED_MODE, OPTIONS, every_synchronizer, server
 
 from offbeat.api import resolve_strategy
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
-from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig, builders
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
 
 RANKS = 4
 EQUAL, SIZES = (1.0,) * RANKS, (4,) * RANKS
@@ -66,7 +66,7 @@ def assert_exact(answers: list[dict[str, Any]], mode: str | None = None) -> None
 
 @pytest.mark.parametrize("mode", EXPECTED_MODE)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("builder", builders())
+@pytest.mark.parametrize("builder", ENGINE_BUILDERS)
 def test_builder_is_exact(builder: str, kind: str, mode: str) -> None:
     graph = graph_of("everything", torch.float64, kind)
     given = {"builder": builder, "options": OPTIONS.get(builder, {})}
@@ -74,7 +74,7 @@ def test_builder_is_exact(builder: str, kind: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("builder", builders())
+@pytest.mark.parametrize("builder", ENGINE_BUILDERS)
 def test_builder_by_name(builder: str, captured: bool) -> None:
     """The builder's own defaults, with the step captured and without."""
     graph = graph_of("mlp", torch.float64, "sgd") if captured else skeleton(small_models.make("mlp"))
@@ -184,7 +184,7 @@ def test_a_switch_changes_nothing_but_the_plan(name: str, kind: str, strategies:
         assert modes == ["barrier" if builder == "ddp" else "deferred" for builder in strategies]
 
 
-@pytest.mark.parametrize("builder", builders())
+@pytest.mark.parametrize("builder", ENGINE_BUILDERS)
 def test_a_switch_frees_the_buffers_of_the_plan_before_at_once(builder: str) -> None:
     """Without the garbage collector, which takes longer than a step."""
 

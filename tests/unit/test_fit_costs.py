@@ -12,7 +12,7 @@ from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.select import ranking_accuracy
 from offbeat.simulate.predict import simulate
 
-STRATEGIES = Sampler(GRAPH, CLUSTER, 5).sample(30)
+STRATEGIES = Sampler(GRAPH, CLUSTER, 0).sample(30)
 PLANS = [lower(GRAPH, CLUSTER, strategy) for strategy in STRATEGIES]
 SECONDS = [trial.seconds or 0.0 for trial in run(STRATEGIES, None)]
 

@@ -5,11 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import Constant, ModelGraph, Operator, TensorSpec, Variable, kinds
 from offbeat.graph.coarsen import segments
 from offbeat.graph.model import update_operators
 from offbeat.graph.skeleton import skeleton
+from offbeat.plan import lower
+from offbeat.simulate.learned.features import encode
+from offbeat.strategy import Strategy, VariableConfig
 
 
 def op(name: str, phase: str, inputs: tuple[str, ...] = (), **changes) -> Operator:
@@ -232,3 +236,40 @@ def test_a_graph_without_a_trace_counts_tied_weights_once():
     frozen = skeleton(model)
     assert [constant.name for constant in frozen.constants] == ["table.weight"]
     assert frozen.parameter_count == 50 * 4 + 50
+
+
+def branching() -> ModelGraph:
+    """stem → (left, then lower left | right) → head; left and right do not depend on each other."""
+    names = ("stem", "left", "below", "right", "head")
+    variables = tuple(Variable(f"{name}.weight", (4,), "float32", name, f"b.{name}") for name in names)
+    operators = (
+        op("stem", "forward", variables=("stem.weight",)),
+        op("relu", "forward", ("stem",)),
+        op("left", "forward", ("relu",), variables=("left.weight",)),
+        op("below", "forward", ("left",), variables=("below.weight",)),
+        op("right", "forward", ("relu",), variables=("right.weight",)),
+        op("add", "forward", ("below", "right")),
+        op("head", "forward", ("add",), variables=("head.weight",)),
+        *(op(f"b.{name}", "backward") for name in reversed(names)),
+    )
+    return ModelGraph(name="branching", operators=operators, variables=variables)
+
+
+def test_variables_are_joined_by_the_models_own_dataflow(graph: ModelGraph) -> None:
+    assert set(branching().variable_edges) == {
+        ("stem.weight", "left.weight"),
+        ("left.weight", "below.weight"),
+        ("stem.weight", "right.weight"),
+        ("below.weight", "head.weight"),
+        ("right.weight", "head.weight"),
+    }
+    assert set(graph.variable_edges) == {("a.weight", "a.bias"), ("a.weight", "table"), ("a.bias", "table")}
+
+
+def test_attention_sees_branches_of_the_model_and_shards_of_the_plan() -> None:
+    graph, cluster = branching(), ClusterSpec.homogeneous(nodes=2)
+    cut = {"right.weight": VariableConfig(partition=(2,))}
+    encoded = encode(lower(graph, cluster, Strategy(variables=cut)))
+    # Nodes are shards in the order of the variables: stem, left, below, two of right, head.
+    between = {(a, b) for a, b in encoded.edges.T.tolist() if a < b}
+    assert between == {(0, 1), (1, 2), (0, 3), (0, 4), (3, 4), (2, 5), (3, 5), (4, 5)}

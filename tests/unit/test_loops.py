@@ -1,5 +1,6 @@
 """Training loops that once went wrong, each against averaging by hand on ranks in memory."""
 
+import pickle
 from collections.abc import Callable
 
 import loop_models
@@ -321,13 +322,17 @@ def test_a_layer_that_is_replaced_before_an_evaluation_trains() -> None:
     assert_same(body, OVERLAP)
 
 
-@pytest.mark.parametrize("steps", [[1, 2, 3], [3, 1, 2], [0, 2, 1]])
+@pytest.mark.parametrize(("steps", "passes"), [([1, 2, 3], 1), ([3, 1, 2], 2), ([0, 2, 1], 1)])
 @pytest.mark.parametrize(("way", "model"), [(SERVERS, "dense"), (OVERLAP, "normed"), (OVERLAP, "moving")])
-def test_ranks_that_run_out_of_data(steps: list[int], way: Way, model: str) -> None:
+def test_ranks_that_run_out_of_data(steps: list[int], passes: int, way: Way, model: str) -> None:
+    def optimize(job: Job) -> None:
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
     def body(job: Job) -> None:
         step(job)
         # The optimizer does not hold all parameters, so that some gradients are never forgotten.
-        job.join(steps, lambda: step(job))
+        job.join(steps, passes, lambda: optimize(job))
         for name, buffer in job.model.named_buffers():
             job.see(name, buffer)
         step(job)
@@ -350,3 +355,15 @@ def test_an_update_may_be_needed_inside_inference_mode(way: Way, model: str) -> 
                 job.see("loss", job.forward())
 
     assert_same(body, way, model, find_unused=model == "heads")
+
+
+def test_a_model_that_changes_before_its_first_step_is_watched_in_that_step_only() -> None:
+    def body(job: Job) -> None:
+        job.model.first.requires_grad_(False)
+        for _ in range(2):
+            step(job)
+            for parameter in pickle.loads(pickle.dumps(job.model)).parameters():
+                job.see("parameter", parameter)
+        assert not torch.overrides._get_current_function_mode_stack()
+
+    assert_same(body, OVERLAP)

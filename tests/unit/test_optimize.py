@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import mostly_slow
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pace_jobs import jobs_of
 from strategies import Layer, Weight, make_graph, random_graphs, random_strategies
@@ -25,8 +25,9 @@ from offbeat.search.explain import explain
 from offbeat.search.optimize import STARTS, optimize, predict, search
 from offbeat.search.pace import search_fusion
 from offbeat.search.pace.strategy import pace_strategy
-from offbeat.search.passes import PASSES, register_pass
-from offbeat.search.passes.arrangement import better_fused, flipped
+from offbeat.search.passes import PASSES, Candidate, Problem, register_pass
+from offbeat.search.passes.arrangement import best_parts, better_fused, flipped
+from offbeat.search.passes.modules import op_fusion_pays
 from offbeat.simulate import simulate, step_seconds
 from offbeat.simulate.fast.arrays import arrays_of
 from offbeat.simulate.fast.gradients import gradients_of
@@ -129,6 +130,22 @@ def test_servers_are_left_to_replay():
     assert step_seconds(plan, costs) == simulate(plan, costs, memory=False).iteration_time
 
 
+def test_the_search_chooses_a_credit_where_messages_cost_more_than_their_bytes():
+    graph, _ = random_case(3, layers=24)
+    kinds = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+    fit = CollectiveFit(3e-4, 3e-4, 0.15 / graph.parameter_bytes)
+    costs = Costs(collectives={(kind, WORKERS): fit for kind in kinds})
+    without, found = (search(graph, CLUSTER, costs=costs, rounds=0, passes=p) for p in (CHAIN_PASSES, ("credit",)))
+    assert found.seconds < 0.99 * without.seconds
+    schedule = found.strategy.schedule
+    assert schedule.credit_bytes is not None
+    assert max(task.wire_bytes for task in found.plan.communication) <= schedule.credit_bytes
+    assert "credit" in {decision.name for decision in explain(found.strategy, graph, CLUSTER, costs).decisions}
+    # The credit counts: a tenth of it leaves less to hide behind.
+    limited = schedule.model_copy(update={"credit_bytes": schedule.credit_bytes // 10})
+    assert predict(graph, CLUSTER, costs, found.strategy.model_copy(update={"schedule": limited})) > found.seconds
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.data())
 def test_an_arrangement_takes_what_its_strategy_takes(seed, data):
@@ -216,12 +233,57 @@ def test_annealing_never_loses_its_start():
 
 
 @given(st.integers(0, 10**6))
-def test_theorem_2_tells_when_two_tensors_are_better_fused(seed):
+def test_theorem_2_tells_when_two_tensors_are_better_fused_each_in_its_best_parts(seed):
     graph, costs = random_case(seed, layers=2)
     gradients = gradients_of(lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER)), costs)
     apart = gradients.arrangement(barrier=True)
-    together = flipped(apart, 1)
+    for head in (0, 1):
+        apart = best_parts(apart, head, gradients, gradients.seconds)
+    together = best_parts(flipped(apart, 1), 0, gradients, gradients.seconds)
     assert (better_fused(gradients, apart) == [1]) == (gradients.seconds(together) < gradients.seconds(apart) - 1e-12)
+
+
+def fusible(seed: int, saved: float, layers: int = 2) -> tuple[Problem, Candidate]:
+    """Some layers in one module, whose backward takes by a share of `saved` less when it is compiled; each layer's
+    gradient is on the link for less time than the next layer's backward takes, so that computing is the bottleneck."""
+    rng = np.random.default_rng(seed)
+    graph = make_graph([Layer((Weight(f"layers.{i}.weight", (1000 * (i + 1),)),)) for i in range(layers)])
+    forward, backward = (float(each) for each in rng.uniform(1e-3, 4e-3, 2))
+    times = {op.name: forward if op.phase == "forward" else backward for op in graph.operators}
+    graph = graph.with_seconds(times | {op.name: 0.0 for op in graph.phase("optimizer")})
+    per_byte = backward / (4000 * layers) * float(rng.uniform(0.05, 0.95))
+    costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(0.0, 0.0, per_byte)})
+    measured = {"layers": (layers * forward, layers * backward * (1 - saved))}
+    problem = Problem(graph, CLUSTER, costs, fused_seconds=measured, mode="barrier")
+    return problem, problem.evaluate(build_strategy("wfbp", graph, CLUSTER), "start")
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 0.6), st.integers(2, 4))
+def test_theorem_1_tells_when_operators_are_better_fused(seed, saved, layers):
+    problem, apart = fusible(seed, saved, layers)
+    regions = {"fusion": (("layers",),)}
+    fused = problem.evaluate(apart.strategy.model_copy(update=regions), "fused")
+    pays = op_fusion_pays(apart.plan, fused.plan, "layers", problem)
+    assume(abs(fused.seconds - apart.seconds) > 1e-9)
+    assert pays == (fused.seconds < apart.seconds)
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 0.6))
+def test_theorem_3_fuses_tensors_with_operators_and_operators_with_tensors(seed, saved):
+    problem, apart = fusible(seed, saved)
+    proposed = [problem.evaluate(strategy, "op_fusion") for strategy in PASSES["op_fusion"].propose(apart, problem)]
+    assert [each.strategy.fusion for each in proposed] == [(("layers",),)] * 2
+    both, operators = proposed
+    assert len(both.plan.messages) == 1
+    assert len(operators.plan.messages) == 2
+    # Fusing both is no worse than fusing operators alone, or tensors alone.
+    gradients = problem.gradients(apart)
+    joined = flipped(gradients.arrangement(barrier=True), 1)
+    tensors = problem.evaluate(arranged(gradients, joined, apart.strategy), "tensor_fusion")
+    assert both.seconds <= operators.seconds + 1e-9
+    assert both.seconds <= tensors.seconds + 1e-9
+    # From tensors that travel together the operators are proposed too, whatever theorem 1 says.
+    assert next(iter(PASSES["op_fusion"].propose(tensors, problem))).fusion == (("layers",),)
 
 
 def test_pace_strategy_takes_what_pace_predicts():

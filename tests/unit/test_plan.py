@@ -210,6 +210,21 @@ def test_check_catches_broken_plans(graph, cluster):
             bad.check()
 
 
+@pytest.mark.parametrize(
+    ("credit", "expected"),
+    [
+        # The urgent job 2 comes while job 0 is on the link, and goes next unless more has been handed over.
+        (None, [0, 2, 1, 3]),
+        (1, [0, 2, 1, 3]),
+        (20, [0, 1, 2, 3]),
+        (30, [0, 1, 3, 2]),
+    ],
+)
+def test_what_the_credit_has_handed_over_is_not_overtaken(credit: int | None, expected: list[int]) -> None:
+    ready, urgency = [0.0, 0.0, 0.5, 0.1], [1.0, 2.0, 0.0, 3.0]
+    assert priority_order(ready, [1.0] * 4, urgency, [-1] * 4, [10] * 4, credit) == expected
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 3), st.integers(0, 5)), min_size=1, max_size=12),
 )

@@ -63,6 +63,7 @@ COMMANDS = [
     "optimize",
     "run",
     "emulate",
+    "launch",
     "demo",
     "tour",
     "doctor",
@@ -141,6 +142,21 @@ def test_every_command_shows_an_example_and_takes_json(command: str) -> None:
 def test_importing_offbeat_leaves_torch_alone() -> None:
     code = "import sys, offbeat.cluster; from offbeat import zoo; zoo.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_capabilities_name_modules_and_tests_that_exist() -> None:
+    """The tables of docs/algorithms.md."""
+    text = Path(ROOT, "docs/algorithms.md").read_text()
+    named = re.findall(r"`((?:unit|distributed|gpu|benchmarks|[a-z_]+)(?:/[a-z_/0-9]+)?\.py)(?:::(\w+))?`", text)
+    assert len(named) > 200
+    homes = (ROOT, Path(ROOT, "tests"), Path(ROOT, "offbeat"))
+    missing = set()
+    for path, test in named:
+        files = [Path(home, path) for home in homes if Path(home, path).is_file()]
+        if not files or (test and f"def {test}(" not in files[0].read_text()):
+            missing.add((path, test))
+    # Modules that a paragraph names beside their package.
+    assert missing <= {("roles.py", ""), ("clockfit.py", ""), ("recvfit.py", "")}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -13,6 +13,7 @@ from offbeat.cost.memory import MemoryEstimate, peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.profile.measure import load_profile
+from offbeat.profile.recorder import MemoryRecorder
 from offbeat.profile.traces import read_traces
 from offbeat.search.optimize import search
 from offbeat.strategy import build_strategy
@@ -151,3 +152,14 @@ def test_sparse_gradients_are_kept(tmp_path: Path) -> None:
     graph = record(tmp_path, model, torch.arange(20).reshape(4, 5), torch.optim.SGD(model.parameters(), lr=0.1))
     assert graph.signature == offbeat.capture(model, (torch.zeros(4, 5, dtype=torch.int64),)).signature
     assert graph.variable("0.weight").sparse_rows == 20
+
+
+def test_a_capture_is_not_taken_for_training() -> None:
+    model = torch.nn.Linear(4, 2)
+    recorder = MemoryRecorder()
+    with recorder:
+        offbeat.capture(model, torch.ones(3, 4))
+        assert not recorder.kind
+        model(torch.ones(3, 4)).sum().backward()
+        recorder.step()
+    assert recorder.kind == "other"

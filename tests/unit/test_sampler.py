@@ -1,6 +1,7 @@
 """The strategy sampler: every draw fits and lowers, and keeps the two constraints."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,3 +149,34 @@ def test_both_architectures_and_schedules_are_drawn():
     owners = {shard.owner for s in strategies for c in s.variables.values() for shard in c.shards}
     assert owners == {None, 0, 1, 2, 3}
     assert any(shard.synchronizer in SERVERS for s in strategies for c in s.variables.values() for shard in c.shards)
+
+
+def test_all_of_autosyncs_space_is_drawn():
+    """Several axes of one variable, sharded updates and sufficient factors, beside all-reduce and servers."""
+    graph = make_graph(
+        [Layer((Weight(f"l{i}.weight", (256, 256)), Weight(f"l{i}.bias", (256,))), 10**6) for i in range(6)]
+    )
+    dense = tuple(replace(v, factor_rows=4) if len(v.shape) == 2 else v for v in graph.variables)
+    graph, here = replace(graph, variables=dense), cluster()
+    strategies = Sampler(graph, here, 0).sample(60)
+    configs = [config for strategy in strategies for config in strategy.variables.values()]
+    kinds = {shard.synchronizer for config in configs for shard in config.shards}
+    assert kinds == {"all_reduce", "sharded", "parameter_server", "factor_broadcast"}
+    several = [config for config in configs if sum(parts > 1 for parts in config.partition) > 1]
+    assert several
+    assert max(config.shard_count for config in several) <= Space().max_shards
+    assert len({strategy.schedule.credit_bytes for strategy in strategies}) > 1
+    mixed = [{config.shards[0].synchronizer for config in s.variables.values()} for s in strategies]
+    assert any({"all_reduce", "sharded"} <= kinds for kinds in mixed), "one strategy may have both"
+    for strategy in strategies[:10]:
+        lower(graph, here, strategy)
+        near = vary(Sampler(graph, here, 1), strategy, 8)
+        assert all(neighbour.digest != strategy.digest for neighbour in near)
+    assert as_drawn(Sampler(graph, here, 0), strategies[0]).variables == strategies[0].variables
+
+
+def test_factors_are_not_drawn_where_they_are_larger():
+    graph = make_graph([Layer((Weight("w", (64, 64)),))])
+    graph = replace(graph, variables=(replace(graph.variables[0], factor_rows=512),))
+    for strategy in Sampler(graph, cluster(), 0, Space(factor_share=1.0)).sample(20):
+        assert strategy.config("w").shards[0].synchronizer != "factor_broadcast"

@@ -16,7 +16,7 @@ from offbeat.cost.measured import CollectiveFit, Costs, in_a_row, network_second
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
-from offbeat.simulate import replay
+from offbeat.simulate import replay, step_seconds
 from offbeat.simulate.expand import ExpandedSteps
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, build_strategy, builders
@@ -143,6 +143,29 @@ def test_what_precedes_a_collectives_bytes_hides_behind_those_in_flight(
     taken: list[float], in_flight: int, expected: list[float]
 ) -> None:
     assert in_a_row(taken, [1.0] * len(taken), in_flight) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["ring", "servers"])
+@pytest.mark.parametrize("seconds", [1e-4, 1e-2])
+def test_a_credit_is_worth_as_many_messages_as_fit_into_it(seconds: float, straight: bool) -> None:
+    fits = {(kind, 4): CollectiveFit(4e-3, 2e-3, 2e-9) for kind in ("all_reduce", "reduce", "broadcast")}
+    costs = Costs(collectives=fits, straight=straight)
+    owned = {"synchronizer": "parameter_server", "placement": (0,)} if straight else {}
+
+    def step(in_flight: int, credit_bytes: int | None) -> float:
+        plan = plan_of(seconds, **owned)
+        limits = {"in_flight": in_flight, "credit_bytes": credit_bytes}
+        schedule = plan.strategy.schedule.model_copy(update=limits)
+        # The order stays.
+        changed = replace(plan, strategy=plan.strategy.model_copy(update={"schedule": schedule}))
+        assert step_seconds(changed, costs) == pytest.approx(seconds_of(changed, costs))
+        return seconds_of(changed, costs)
+
+    # Messages of equal size: so many bytes are so many messages.
+    assert step(4, BYTES // 2) == pytest.approx(step(1, None))
+    assert step(4, 2 * BYTES) == pytest.approx(step(2, None))
+    assert step(4, 4 * BYTES) == pytest.approx(step(4, None))
+    assert seconds > 1e-3 or step(4, None) < step(1, None)
 
 
 def test_measured_collectives_count_instead_of_links() -> None:

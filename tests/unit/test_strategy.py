@@ -118,11 +118,23 @@ def test_defaults_are_left_out_of_the_file():
     assert content == {"format": 1, "variables": {"fc.weight": {}}}
 
 
-def test_an_old_file_with_credit_bytes_still_loads():
-    content = {"format": 1, "schedule": {"policy": "priority", "credit_bytes": 8192}}
-    strategy = Strategy.from_json(json.dumps(content))
-    assert strategy == Strategy(schedule=Schedule(policy="priority"))
-    assert "credit_bytes" not in strategy.to_json()
+@given(
+    st.lists(st.integers(0, 9000), max_size=8),
+    st.integers(0, 9000),
+    st.integers(1, 6),
+    st.none() | st.integers(1024, 9000),
+)
+def test_a_message_starts_beside_as_many_as_slots_and_credit_allow(
+    before: list[int], size: int, in_flight: int, credit: int | None
+) -> None:
+    schedule = Schedule(policy="priority", in_flight=in_flight, credit_bytes=credit)
+    beside = schedule.beside(before, size)
+    allowed = [
+        k
+        for k in range(min(len(before), in_flight - 1) + 1)
+        if sum(before[len(before) - k :]) + size <= (credit or 1e9)
+    ]
+    assert beside == max(allowed, default=0)
 
 
 def test_the_schema_names_every_field():

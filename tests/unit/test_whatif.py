@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,16 @@ import pytest
 import torch
 
 from offbeat.cli import main
-from offbeat.cluster import ClusterSpec, Node
+from offbeat.cluster import ClusterSpec, CollectiveTable, Node
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.plan.model import sent_per_byte
-from offbeat.profile.calibrate import cluster_of, device_figures, link_of, slowest
+from offbeat.profile.calibrate import SURVEYED, cluster_of, device_figures, link_of, partitionings, slowest
 from offbeat.profile.measure import Profile, _with_own_servers, load_profile
 from offbeat.profile.whatif import costs_of_workers, parse_what_if, resized, scaled_fit, what_if, with_workers
 from offbeat.report.advice import what_would_help
+from offbeat.sharding.rescheduling import FineMesh
 from offbeat.simulate import simulate, step_seconds
 from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import Timeline
@@ -434,11 +436,13 @@ def test_bad_arguments(
 def test_surveyed_clusters_tell_links_and_tables() -> None:
     rate, latency = 1e9, 1e-4
     measured = {}
-    for size in (2, 4):
+    for groups in (((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 2), (1, 3))):
+        size = len(groups[0])
         steps, share = 2 * (size - 1), 2 * (size - 1) / size
         rows = [(b, steps * latency + share * b / rate, share * b / rate) for b in (2**12, 2**16, 2**20, 2**22)]
-        measured["all_reduce", size] = rows
-    assert link_of(measured["all_reduce", 4], 4) == pytest.approx((rate, latency), rel=0.01)
+        measured["all_reduce", groups] = rows
+    pairs, whole = measured["all_reduce", ((0, 1), (2, 3))], measured["all_reduce", ((0, 1, 2, 3),)]
+    assert link_of(whole, 4) == pytest.approx((rate, latency), rel=0.01)
     spec = cluster_of(measured, (2, 2), {}, {})
     assert len(spec.nodes) == 2
     assert spec.nodes[0].bandwidth == pytest.approx(rate, rel=0.01)
@@ -447,8 +451,8 @@ def test_surveyed_clusters_tell_links_and_tables() -> None:
     assert table is not None
     assert table.seconds[-1] == pytest.approx(2 * latency + 2**22 / rate)
     assert ClusterSpec.from_yaml(spec.to_yaml()) == spec
-    level = {("all_reduce", 2): measured["all_reduce", 4]}
-    unequal = cluster_of(measured, (1, 3), {("all_reduce", 3): measured["all_reduce", 2]}, level)
+    level = {("all_reduce", 2): whole}
+    unequal = cluster_of(measured, (1, 3), {("all_reduce", 3): pairs}, level)
     assert [node.devices for node in unequal.nodes] == [1, 3]
     assert unequal.nodes[0].bandwidth == link_of(level["all_reduce", 2], 2)[0]
     assert slowest([[(1, 2.0, 3.0), (2, 2.0, 2.0)], [(1, 4.0, 1.0)]]) == [(1, 4.0, 3.0)]
@@ -470,6 +474,28 @@ def test_a_device_is_described_as_it_is_measured(monkeypatch: pytest.MonkeyPatch
     assert (figures["device"], figures["memory"]) == ("X", 2**30)
     assert 1e6 < figures["peak_flops"] < 1e15
     assert 1e6 < figures["memory_bandwidth"] < 1e15
+
+
+@pytest.mark.parametrize("world", [2, 4, 6, 8, 12])
+def test_every_partitioning_that_the_frontier_asks_for_is_surveyed(world: int) -> None:
+    found = partitionings(world)
+    assert len(set(found)) == len(found)
+    for groups in found:
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        assert len({len(group) for group in groups}) == 1
+    if world == 4:
+        assert found == [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)]
+    # With a table for each, no time comes from the links: neither strided groups' nor all-to-all's.
+    tables = tuple(
+        CollectiveTable(collective=kind, groups=groups, sizes_bytes=(1024,), seconds=(1000.0 * (1 + place),))
+        for kind in SURVEYED
+        for place, groups in enumerate(found)
+    )
+    mesh = FineMesh(ClusterSpec.homogeneous(nodes=world).replace(tables=tables))
+    axes = range(len(mesh.factors))
+    for some in (some for count in axes for some in combinations(axes, count + 1)):
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            assert mesh.seconds(kind, some, 1024.0) >= 1000.0
 
 
 def test_a_server_receives_from_as_many_as_there_are() -> None:

@@ -7,6 +7,7 @@ from cases import mostly_slow
 
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
 from offbeat.plan import lower
 from offbeat.strategy import build_strategy, builders
@@ -32,6 +33,10 @@ def captured(model: str, scale: float) -> ModelGraph:
 
 
 def lower_everywhere(graph: ModelGraph, builder: str, **options: object) -> None:
+    if builder == "fsdp" and any(variable.sparse for variable in graph.variables):
+        with pytest.raises(StrategyError, match="has a sparse gradient, which fully_shard cannot reduce"):
+            build_strategy(builder, graph, ClusterSpec.preset("B7"), **options)
+        return
     for preset in PRESETS:
         cluster = ClusterSpec.preset(preset)
         strategy = build_strategy(builder, graph, cluster, **options)

@@ -7,10 +7,11 @@ its collectives in the order in which they are put in; every rank puts them in i
 from datetime import timedelta
 
 from offbeat.plan import Plan
+from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.protocol import Channel, World
 
-Key = tuple[str, tuple[int, ...], int]
-"""What a channel is for, its ranks, and how many of its collectives may be under way."""
+Key = tuple[str, tuple[int, ...], int, int | None]
+"""What a channel is for, its ranks, how many of its collectives may be under way, and how many bytes of them."""
 
 
 class Channels:
@@ -22,24 +23,25 @@ class Channels:
         assert plan.rank is not None
         self.world = world
         self.opened = opened
-        self.in_flight = plan.strategy.schedule.in_flight
+        self.limits = plan.strategy.schedule.in_flight, plan.strategy.schedule.credit_bytes
         everyone = tuple(plan.replicas)
         generation = world.next_generation()
         # All ranks open theirs in one global order, so that no two wait for each other.
         for key in sorted(_wanted(plan) - opened.keys()):
-            way, ranks, in_flight = key
+            way, ranks, in_flight, credit = key
             name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
-            opened[key] = world.open_channel(name, ranks, in_flight, timeout)
-        self.control = opened["control", everyone, self.in_flight]
-        self.direct = opened.get(("direct", everyone, self.in_flight))
+            channel = world.open_channel(name, ranks, in_flight, timeout)
+            opened[key] = channel if credit is None else CreditChannel(channel, credit)
+        self.control = opened["control", everyone, self.limits[0], None]
+        self.direct = opened.get(("direct", everyone, self.limits[0], None))
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
         """For gradients on their way to who applies them."""
-        return self.opened["up", ranks, self.in_flight]
+        return self.opened["up", ranks, *self.limits]
 
     def back(self, ranks: tuple[int, ...]) -> Channel:
         """For parameters on their way back."""
-        return self.opened["back", ranks, self.in_flight]
+        return self.opened["back", ranks, *self.limits]
 
     def leave(self) -> None:
         """The plan is over. Its channels stay open for others, but for the servers' own: their threads end with it."""
@@ -53,12 +55,12 @@ class Channels:
 
 
 def _wanted(plan: Plan) -> set[Key]:
-    everyone, in_flight = tuple(plan.replicas), plan.strategy.schedule.in_flight
-    wanted = {("control", everyone, in_flight)}
+    everyone, schedule = tuple(plan.replicas), plan.strategy.schedule
+    wanted: set[Key] = {("control", everyone, schedule.in_flight, None)}
     for task in plan.communication:
         if len(task.ranks) > 1:
             returns = task.delivers and not plan.messages[task.message].replicated
-            wanted.add(("back" if returns else "up", task.ranks, in_flight))
+            wanted.add(("back" if returns else "up", task.ranks, schedule.in_flight, schedule.credit_bytes))
     if any(message.asynchronous for message in plan.messages) and len(everyone) > 1:
-        wanted.add(("direct", everyone, in_flight))
+        wanted.add(("direct", everyone, schedule.in_flight, None))
     return wanted

@@ -64,6 +64,9 @@ class Channel(Protocol):
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` receives the sum of this rank's equal part of every rank's tensor."""
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """`output` receives this rank's equal part of every rank's tensor, in ring order."""
+
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Sends to one rank and returns once it has received; messages with the same tag arrive in order."""
 

@@ -132,6 +132,11 @@ class TorchChannel:
             exchanged = self.group.alltoall_base(parts.view(-1), tensor, [], [])
         return TorchWork(self, [exchanged], lambda: torch.sum(parts, dim=0, out=output.view(-1)))
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        output, tensor = _real(output), _real(tensor)
+        options = c10d.AllToAllOptions()
+        return self._start(options, lambda o: self.group.alltoall_base(output, tensor, [], [], o), output, tensor)
+
     def _start(self, options: Any, start: Callable[[Any], Any], *held: torch.Tensor) -> "TorchWork | StreamWork":
         """Starts a collective; on a GPU on the channel's own stream, behind what the current one has in it."""
         with self.errors():

@@ -10,7 +10,6 @@ single device; they are gathered, so every rank must ask for them.
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.graph.step import make_step
+from offbeat.runtime.checkpoint import map_state
 from offbeat.runtime.sharded.execute import Executor
 from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.planning import plan_splits, tensors_of, variable_layouts
@@ -122,7 +122,7 @@ class ShardedRuntime:
             state[name] = whole_of(state[name], self.grid)
 
     def _gather_optimizer(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(state_dict, lambda _, __, value: whole_of(value, self.grid))
+        return map_state(state_dict, lambda _, __, value: whole_of(value, self.grid))
 
     def _scatter_model(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Keeps this rank's part of each variable in a state dict that is being loaded."""
@@ -132,16 +132,7 @@ class ShardedRuntime:
 
     def _scatter_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-        return _mapped(state_dict, lambda index, key, value: shard_state(key, value, parameters.get(index), self.grid))
-
-
-def _mapped(state_dict: dict[str, Any], change: Callable[[int, str, Any], Any]) -> dict[str, Any]:
-    """An optimizer's state dict with every value of its state changed."""
-    state = {
-        index: {key: change(index, key, value) for key, value in held.items()}
-        for index, held in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+        return map_state(state_dict, lambda at, key, value: shard_state(key, value, parameters.get(at), self.grid))
 
 
 def _check_supported(strategy: Strategy) -> None:

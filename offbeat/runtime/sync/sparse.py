@@ -85,7 +85,9 @@ class SparseGather(_RowMessage):
 
     def _sparse(self, numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         values = self.rows.values.reshape(-1, *self.shape[1:])
-        return torch.sparse_coo_tensor(numbers.unsqueeze(0), values, shape, check_invariants=False).coalesce()
+        # The argument `check_invariants` does not keep torch 2.11 from warning that they are not checked.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            return torch.sparse_coo_tensor(numbers.unsqueeze(0), values, shape).coalesce()
 
     def unit_of_piece(self, place: int, parameter: torch.nn.Parameter) -> Unit:
         box = box_slices(self.message.pieces[place])

@@ -3,7 +3,8 @@
 random       nothing is predicted: every draw within the constraints is as good as another
 predefined   AutoSync's analytic model
 replay       Offbeat's replayer
-autosync     the analytic model first; with enough trials the recurrent model on raw ⊕ predefined features
+linear, rnn, gat    AutoSync: the analytic model first; with enough trials the linear, the recurrent or the graph
+             attention model on raw ⊕ predefined features
 combined     the replayer first; then at the costs that trials tell (`fit`); with many trials, and where it has ordered
              them better, the model that learns the replayer's error
 
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from offbeat.simulate.learned.models import Kind
     from offbeat.simulate.learned.ranking import Simulator
 
-GuideName = Literal["random", "predefined", "replay", "autosync", "combined"]
-_LEARNS: dict[str, "Kind"] = {"autosync": "rnn", "combined": "combined"}
+GuideName = Literal["random", "predefined", "linear", "rnn", "gat", "replay", "combined"]
+_LEARNS: tuple["Kind", ...] = ("linear", "rnn", "gat", "combined")
+"""Guides with a learned model, by its name."""
 _HIDDEN = 32
 LEAST_FITTED = 3
 """Trials from which costs are fitted; the prior carries what so few cannot say."""
@@ -79,7 +81,7 @@ class Guide:
             # Only learned models need torch; the other guides start without it.
             from offbeat.simulate.learned.ranking import Simulator
 
-            self.simulator = Simulator(_LEARNS[self.name], hidden=_HIDDEN, seed=self.seed)
+            self.simulator = Simulator(self.name, hidden=_HIDDEN, seed=self.seed)
 
     @property
     def predicts(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph
-from offbeat.search.auto.sampler import COLLECTIVES, Choice, Configs, Sampler, config_of, regrouped, synchronizer_of
+from offbeat.search.auto.sampler import COLLECTIVES, Choice, Configs, Sampler, config_of, regrouped
 from offbeat.strategy import Shard, Strategy, build_strategy
 from offbeat.strategy.model import SERVERS
 
@@ -70,8 +70,7 @@ def as_drawn(sampler: Sampler, strategy: Strategy) -> Strategy:
     configs: Configs = {}
     for variable in sampler.variables:
         config = strategy.config(variable.name)
-        first = config.shards[0].synchronizer
-        kept = "all_reduce" if first == "factor_broadcast" else first
+        kept = config.shards[0].synchronizer
         shards = [
             Shard(
                 synchronizer=kept,
@@ -93,7 +92,7 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
     for _ in range(1 + int(random.random() < _SECOND_CHANGE)):
         match _VARIATIONS[int(random.choice(len(_VARIATIONS), p=_OFTEN))]:
             case "schedule":
-                drawn, fields = sampler.schedule(), ("policy", "slice_bytes", "in_flight", "mode")
+                drawn, fields = sampler.schedule(), ("policy", "slice_bytes", "in_flight", "credit_bytes", "mode")
                 chosen = fields[int(random.integers(len(fields)))]
                 schedule = schedule.model_copy(update={chosen: getattr(drawn, chosen)})
             case "groups":
@@ -117,7 +116,8 @@ def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs
         variable = sampler.variables[position]
         synchronizer = configs[variable.name].shards[0].synchronizer
         if what == "synchronizer":
-            synchronizer = synchronizer_of(variable, synchronizer not in SERVERS, "all_reduce")
+            others = [each for each in sampler.synchronizers(variable) if each != synchronizer]
+            synchronizer = others[int(random.integers(len(others)))]
         choices[variable.name] = sampler.choice(variable, synchronizer)
     shards = [shard for config in configs.values() for shard in config.shards]
     one_each = {shard.owner for shard in shards if shard.owner is not None} <= set(sampler.node_servers)

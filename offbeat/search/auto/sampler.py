@@ -1,7 +1,8 @@
 """ModelGraph + ClusterSpec + seed → random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
 
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
-staleness) is left out, as in the paper. For each variable a synchroniser and a partition are drawn, and for the step a
+staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers, and
+sufficient factors where they are smaller) and a partition over one or several axes are drawn, and for the step a
 schedule and the number of merge groups. Size thresholds say which variables are never and which are always partitioned.
 Two constraints complete a draw, both on shards:
 
@@ -29,6 +30,7 @@ from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan import Piece
 from offbeat.plan.messages import boxes
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, check_fits
+from offbeat.strategy.builders.poseidon import factors_win
 from offbeat.strategy.model import SERVERS, Synchronizer
 
 COLLECTIVES = ("all_reduce", "sharded")
@@ -48,14 +50,20 @@ class Space:
     """Share of the variables between the two that are."""
     max_shards: int = 8
     """Of one variable."""
+    several_axes_share: float = 0.2
+    """Share of the partitions that cut more than one axis, where there are more."""
+    factor_share: float = 0.3
+    """Share of the dense layers' weights that travel as sufficient factors, where these are smaller."""
     slice_bytes: tuple[int | None, ...] = (None, 2**18, 2**19, 2**20, 2**21, 2**22, 2**23)
     in_flight: tuple[int, ...] = (1, 2, 3, 4)
+    credit_bytes: tuple[int | None, ...] = (None, None, None, 2**20, 2**22)
     collectives_only_share: float = 0.4
     """Share of the strategies that use no server for dense gradients; as many again use little else."""
     deferred_share: float = 0.8
     """Share of the strategies whose updates reach into the next forward."""
-    sharded_share: float = 0.0
-    """Share of the strategies in which collectives are reduce-scatter and all-gather; gloo's cost twice the bytes."""
+    sharded_share: float = 0.15
+    """Share of the strategies in which some or all collectives are reduce-scatter and all-gather, with sharded updates
+    between them."""
 
 
 class Choice(NamedTuple):
@@ -88,15 +96,37 @@ class Sampler:
         served_share = 0.0 if kind < space.collectives_only_share else random.random()
         if served_share and kind > 1 - space.collectives_only_share / 2:
             served_share = 1.0
-        collective: Synchronizer = "sharded" if random.random() < space.sharded_share else "all_reduce"
-        choices = {}
-        for variable in self.variables:
-            served = random.random() < (0.5 if variable.sparse else served_share)
-            choices[variable.name] = self.choice(variable, synchronizer_of(variable, served, collective))
+        sharded_share = random.choice((random.random(), 1.0)) if random.random() < space.sharded_share else 0.0
+        choices = {
+            variable.name: self.choice(variable, self._synchronizer(variable, served_share, sharded_share))
+            for variable in self.variables
+        }
         # Log-uniform from 1 to one for each variable.
         groups = round(math.exp(random.uniform(0.0, math.log(len(self.variables)))))
         schedule = self.schedule()
         return self.strategy(self.grouped(self.placed({}, choices, *self.servers()), groups), schedule)
+
+    def _synchronizer(self, variable: Variable, served_share: float, sharded_share: float) -> Synchronizer:
+        random = self.random
+        served, factors = random.random() < (0.5 if variable.sparse else served_share), random.random()
+        if variable.sparse:
+            return "sparse_parameter_server" if served else "sparse_all_gather"
+        if factors < self.space.factor_share and factors_win(variable, self.cluster.world_size):
+            return "factor_broadcast"
+        if served:
+            return "parameter_server"
+        return "sharded" if random.random() < sharded_share else "all_reduce"
+
+    def synchronizers(self, variable: Variable) -> tuple[Synchronizer, ...]:
+        """All that may be drawn for a variable."""
+        if variable.sparse:
+            return ("sparse_all_gather", "sparse_parameter_server")
+        found: list[Synchronizer] = ["all_reduce", "parameter_server"]
+        if self.space.sharded_share:
+            found.append("sharded")
+        if self.space.factor_share and factors_win(variable, self.cluster.world_size):
+            found.append("factor_broadcast")
+        return tuple(found)
 
     def strategy(self, configs: Configs, schedule: Schedule) -> Strategy:
         ordered = {v.name: configs[v.name] for v in self.graph.variables if v.name in configs}
@@ -152,15 +182,22 @@ class Sampler:
         rows_only = synchronizer in ("sparse_all_gather", "sparse_parameter_server")
         axes = [axis for axis, length in enumerate(variable.shape[:1] if rows_only else variable.shape) if length > 1]
         spared = variable.bytes <= space.large_bytes and chance >= space.partition_share
-        if not axes or spared or variable.bytes < space.small_bytes:
+        whole = synchronizer == "factor_broadcast" or variable.bytes < space.small_bytes
+        if not axes or spared or whole:
             return Choice(synchronizer)
-        # Rows lie together in memory, so axis 0 is what every system cuts; others are worth a try now and then.
-        axis = axes[0] if random.random() < 0.8 else int(random.choice(axes))
-        most = min(space.max_shards, variable.shape[axis])
-        if most < 2:
-            return Choice(synchronizer)
-        parts = int(random.integers(2, most + 1))
-        return Choice(synchronizer, tuple(parts if each == axis else 1 for each in range(len(variable.shape))))
+        if len(axes) > 1 and random.random() < space.several_axes_share:
+            cut = random.permutation(axes)[: int(random.integers(2, len(axes) + 1))].tolist()
+        else:
+            # Rows lie together in memory, so axis 0 is what every system cuts; others are worth a try now and then.
+            cut = [axes[0] if random.random() < 0.8 else int(random.choice(axes))]
+        partition, left = [1] * len(variable.shape), space.max_shards
+        for axis in cut:
+            most = min(left, variable.shape[axis])
+            if most > 1:
+                # What one axis leaves of the shards goes to the next.
+                partition[axis] = int(random.integers(2, (most if axis == cut[-1] else max(2, most // 2)) + 1))
+                left //= partition[axis]
+        return Choice(synchronizer, tuple(partition) if max(partition) > 1 else ())
 
     def schedule(self) -> Schedule:
         space, random = self.space, self.random
@@ -168,6 +205,7 @@ class Sampler:
             policy="priority" if random.random() < 0.6 else "fifo",
             slice_bytes=space.slice_bytes[int(random.integers(len(space.slice_bytes)))],
             in_flight=space.in_flight[int(random.integers(len(space.in_flight)))],
+            credit_bytes=space.credit_bytes[int(random.integers(len(space.credit_bytes)))],
             mode="auto" if random.random() < space.deferred_share else "barrier",
         )
 
@@ -238,12 +276,6 @@ def regrouped(configs: Configs, group_of: Mapping[tuple[str, int], int | None]) 
         shards = [config.shard(i).model_copy(update={"group": group_of[name, i]}) for i in range(config.shard_count)]
         changed[name] = config_of(config.partition, shards)
     return configs | changed
-
-
-def synchronizer_of(variable: Variable, served: bool, collective: Synchronizer) -> Synchronizer:
-    if variable.sparse:
-        return "sparse_parameter_server" if served else "sparse_all_gather"
-    return "parameter_server" if served else collective
 
 
 def _shard_bytes(variable: Variable, config: VariableConfig) -> list[int]:

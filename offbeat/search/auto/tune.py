@@ -6,7 +6,7 @@ it is handed over, so that an interrupted search is continued without repeating 
 each round. Ctrl-C ends the search with the best so far.
 
 The guides `replay` and `combined` also consider the hand-made builders, the best strategies of earlier searches and
-neighbours of the best so far; `random` and `autosync` draw from the constrained space alone, as the papers do.
+neighbours of the best so far; the others draw from the constrained space alone, as the papers do.
 """
 
 import math

@@ -1,8 +1,10 @@
 """Passes that rearrange gradients: the order of messages, which neighbours share one, and where they are cut.
 
 Tensor fusion is dPRO's theorem 2: the tensors q_{n-1} and q_n are better fused if q_{n-1} ends later than
-p_n + t_sync(both) - t_sync(q_n), p_n being the compute that completes q_n. The theorem looks at one pair, so what it
-proposes is tried first and kept if the step does not become longer; then every other border is tried.
+p_n + t_sync(both, k*) - t_sync(q_n, k*), p_n being the compute that completes q_n (`better_fused`). Parts that follow
+each other on the link are one slice and cost the same as one, so that t_sync is the same for every number of parts; k*
+is what the step gains from, and a fused tensor is given its own. The theorem looks at one pair, so what it proposes is
+tried first and kept if the step does not become longer; then every other border is tried.
 
 Tensor partition is dPRO's k*, the number of parts into which a message may be cut, by grid search with replay. Cutting
 costs overhead and gains what an urgent message no longer waits for, so k* is found on the whole step.
@@ -52,10 +54,15 @@ def tensor_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     if gradients is None:
         return
 
+    def fused(arrangement: Arrangement, border: int) -> Arrangement:
+        joined = flipped(arrangement, border)
+        head = int(np.flatnonzero(joined.borders[:border])[-1])
+        return best_parts(joined, head, gradients, partial(problem.arrangement_seconds, gradients, base=candidate))
+
     def borders(arrangement: Arrangement) -> list[_Change]:
         first = better_fused(gradients, arrangement)
         others = [i for i in range(1, len(gradients)) if not gradients.forced[i] and i not in first]
-        return [partial(flipped, border=border) for border in first + others]
+        return [*(partial(fused, border=border) for border in first), *(partial(flipped, border=b) for b in others)]
 
     present = arrangement_of(gradients, candidate.strategy)
     for start in (present, gradients.arrangement(barrier=present.barrier)):
@@ -112,6 +119,16 @@ def _cut(arrangement: Arrangement, head: int, count: int) -> Arrangement:
     parts = arrangement.parts.copy()
     parts[head] = count
     return replace(arrangement, parts=parts)
+
+
+def best_parts(
+    arrangement: Arrangement, head: int, gradients: Gradients, seconds: Callable[[Arrangement], float]
+) -> Arrangement:
+    """The arrangement with the group at a head in k* parts: the fewest of a grid with which the step is shortest."""
+    counts = _PARTS if gradients.sliceable[head] else (1,)
+    cuts = [_cut(arrangement, head, count) for count in counts]
+    taken = [seconds(cut) for cut in cuts]
+    return next(cut for cut, each in zip(cuts, taken, strict=True) if each <= min(taken) * (1 + _ROUNDING))
 
 
 def better_fused(gradients: Gradients, arrangement: Arrangement) -> list[int]:

@@ -61,6 +61,8 @@ class Problem:
     """Bytes per rank."""
     allow_lossy: bool = False
     """Gradients are only ever rounded if this is set."""
+    micro_batches: bool = True
+    """The model returns its loss, so that a batch can be computed in parts."""
     coarsen: bool = True
     """The variables of a module are moved together."""
     fused_seconds: Mapping[str, tuple[float, float]] | None = None

@@ -1,10 +1,10 @@
 """Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
 
 A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
-predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges join
-shards of one variable, neighbours in forward order, and members of one message. Features of the whole plan are the
-domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule. Times and sizes enter as logarithms,
-because they span many orders of magnitude.
+predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges are the
+model's own dataflow between variables, and what a plan adds: shards of one variable and members of one message.
+Features of the whole plan are the domain-agnostic z^PS ⊕ z^CC, the analytic model's two times and the schedule. Times
+and sizes enter as logarithms, because they span many orders of magnitude.
 
 With `replay=True` the replayer's prediction is there as well, and its sensitivities: how much longer the step would be
 if something the replayer has no measurement of were slower (`WHAT_IFS`). A job's true costs lie somewhere in between,
@@ -31,7 +31,7 @@ from offbeat.strategy.model import SERVERS, Synchronizer
 
 SYNCHRONIZERS = get_args(Synchronizer)
 SHORTEST_SECONDS = 1e-6
-_SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes")
+_SCHEDULE = ("priority", "explicit", "barrier", "in_flight", "sliced", "slice_bytes", "credit", "credit_bytes")
 RAW_NAMES = (
     *("bytes", "variable_bytes", "rows", "axes", "sparse", "item_bytes", "position", "depth"),
     *(f"by_{name}" for name in SYNCHRONIZERS),
@@ -142,7 +142,7 @@ def encode(
     nodes = [_node(plan, message, piece, entries[message.index][:3]) for message, piece in shards]
     return Encoded(
         np.array(nodes, dtype=np.float32).reshape(len(shards), len(NODE_NAMES)),
-        _edges(shards),
+        _edges(plan, shards),
         np.array(whole, dtype=np.float32),
         _log(seconds),
     )
@@ -184,7 +184,7 @@ def _node(plan: Plan, message: Message, piece: Piece, z: tuple[float, float, flo
 
 
 def _schedule(schedule: Schedule) -> tuple[float, ...]:
-    cut = schedule.slice_bytes
+    cut, credit = schedule.slice_bytes, schedule.credit_bytes
     return (
         float(schedule.policy == "priority"),
         float(schedule.policy == "explicit"),
@@ -192,20 +192,26 @@ def _schedule(schedule: Schedule) -> tuple[float, ...]:
         schedule.in_flight / 4,
         float(cut is not None),
         0.0 if cut is None else math.log2(cut) / 20,
+        float(credit is not None),
+        0.0 if credit is None else math.log2(credit) / 20,
     )
 
 
-def _edges(shards: Sequence[tuple[Message, Piece]]) -> NDArray[np.int64]:
+def _edges(plan: Plan, shards: Sequence[tuple[Message, Piece]]) -> NDArray[np.int64]:
     pairs = {(node, node) for node in range(len(shards))}
     members: dict[int, list[int]] = {}
-    first_of: dict[str, list[int]] = {}
+    parts: dict[str, list[int]] = {}
     for node, (message, piece) in enumerate(shards):
         members.setdefault(message.index, []).append(node)
-        first_of.setdefault(piece.variable, []).append(node)
+        parts.setdefault(piece.variable, []).append(node)
     # Chains instead of cliques: as connected, and linear in the number of shards.
-    for chain in (*members.values(), *first_of.values(), [nodes[0] for nodes in first_of.values()]):
-        for a, b in pairwise(chain):
-            pairs |= {(a, b), (b, a)}
+    joined = [pair for chain in (*members.values(), *parts.values()) for pair in pairwise(chain)]
+    for before, after in plan.graph.variable_edges:
+        some, others = parts.get(before, ()), parts.get(after, ())
+        longer = max(len(some), len(others)) if some and others else 0
+        # Each shard of one with the shard at the same place of the other.
+        joined += [(some[i * len(some) // longer], others[i * len(others) // longer]) for i in range(longer)]
+    pairs |= {way for a, b in joined for way in ((a, b), (b, a))}
     return np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
 
 

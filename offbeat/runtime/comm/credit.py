@@ -1,0 +1,133 @@
+"""A channel → the same channel with no more than so many bytes under way: ByteScheduler's credit.
+
+A collective starts when it fits beside those that have not ended, or when none is left. Who ends one starts the next
+ones, on whatever thread the backend tells of it, so that nobody has to look. All ranks put the same collectives in, in
+the same order, and each starts them in that order; the first that has not ended always may start, so that no rank waits
+for another for ever. NCCL runs the collectives of a channel one by one, so that a credit changes nothing there.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from offbeat.runtime.comm.protocol import Channel, Work
+from offbeat.timeline.clock import Moment
+
+
+class CreditChannel:
+    """A channel that holds collectives back."""
+
+    def __init__(self, channel: Channel, credit: int) -> None:
+        self.channel = channel
+        self.credit = credit
+        self.ranks, self.index, self.size = channel.ranks, channel.index, channel.size
+        self.send, self.recv = channel.send, channel.recv
+        self.lock = threading.Lock()
+        self.waiting: deque[CreditWork] = deque()
+        self.under_way = self.bytes_under_way = 0
+        self.starting = False
+        """A thread is starting collectives; it holds no lock, because the backend may wait for another thread."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.all_reduce(tensor))
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.reduce(tensor, root))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.broadcast(tensor, root))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.all_gather(output, tensor))
+
+    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.gather(outputs, tensor, root))
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.reduce_scatter(output, tensor))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.all_to_all(output, tensor))
+
+    def _put(self, tensor: torch.Tensor, start: Callable[[], Work]) -> "CreditWork":
+        work = CreditWork(start, tensor.numel() * tensor.element_size())
+        with self.lock:
+            self.waiting.append(work)
+        self._start_some()
+        return work
+
+    def _start_some(self) -> None:
+        while True:
+            with self.lock:
+                if self.starting or not self.waiting:
+                    return
+                size = self.waiting[0].size
+                if self.under_way and self.bytes_under_way + size > self.credit:
+                    return
+                work = self.waiting.popleft()
+                self.under_way += 1
+                self.bytes_under_way += size
+                self.starting = True
+            work.begin()
+            work.report_end(partial(self._ended, size))
+            with self.lock:
+                self.starting = False
+
+    def _ended(self, size: int, _: Moment) -> None:
+        with self.lock:
+            self.under_way -= 1
+            self.bytes_under_way -= size
+        self._start_some()
+
+    def close(self, deadline: float | None = None) -> None:
+        while self.waiting and (deadline is None or time.monotonic() < deadline):
+            time.sleep(1e-3)
+        self.channel.close(deadline)
+
+
+class CreditWork:
+    """A collective that is under way or waits for it."""
+
+    def __init__(self, start: Callable[[], Work], size: int) -> None:
+        self.start = start
+        self.size = size
+        self.begun = threading.Event()
+        self.work: Work | None = None
+        self.error: Exception | None = None
+        self.lock = threading.Lock()
+        self.reports: list[Callable[[Moment], None]] = []
+
+    def begin(self) -> None:
+        """Puts the collective into the channel; what fails is told to whoever waits."""
+        try:
+            self.work = self.start()
+        except Exception as error:
+            self.error = error
+        with self.lock:
+            self.begun.set()
+        for report in self.reports:
+            self.report_end(report)
+
+    def wait(self) -> None:
+        self.begun.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.work is not None
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.begun.is_set() and (self.work is None or self.work.is_completed())
+
+    def report_end(self, report: Callable[[Moment], None]) -> None:
+        with self.lock:
+            if not self.begun.is_set():
+                self.reports.append(report)
+                return
+        if self.work is None:
+            report(time.perf_counter())
+        else:
+            self.work.report_end(report)

@@ -1,0 +1,71 @@
+"""A job and a memory limit → the fastest strategy that fits its devices, the same on every rank."""
+
+import os
+
+import torch
+
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import CollectiveFit, Costs
+from offbeat.errors import OffbeatError
+from offbeat.graph import ModelGraph
+from offbeat.launch import this_place
+from offbeat.runtime.comm import TorchWorld
+from offbeat.runtime.retime import fit_link
+from offbeat.search.fsdp import SPARE
+from offbeat.search.optimize import optimize
+from offbeat.strategy import Strategy
+
+SEARCH_SECONDS = 30.0
+
+
+def strategy_within(
+    memory_limit: str | float, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld, micro_batches: bool
+) -> Strategy:
+    """Rank 0 searches, with the link as it is measured now; 'auto' is the memory of the smallest device, with a tenth
+    of it to spare. `micro_batches` says that the model returns its loss. Every rank must call it."""
+    if isinstance(memory_limit, str) and memory_limit == "auto":
+        memory_limit = min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE)
+    costs = _link_costs(world)
+    found: str | OffbeatError | None = None
+    if world.rank == 0:
+        try:
+            best = optimize(
+                graph,
+                cluster,
+                costs=costs,
+                memory_limit=memory_limit,
+                time_limit=SEARCH_SECONDS,
+                micro_batches=micro_batches,
+            )
+            found = best.to_json()
+        except OffbeatError as error:
+            found = error
+    told = world.all_gather_object(found)[0]
+    if isinstance(told, OffbeatError):
+        raise told
+    return Strategy.from_json(told)
+
+
+def _device_bytes(world: TorchWorld) -> int:
+    """Of this rank's device; ranks on CPUs share their machine's."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    nodes = world.all_gather_object(this_place().node)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nodes.count(nodes[world.rank])
+
+
+def _link_costs(world: TorchWorld) -> Costs:
+    """What the collectives of all ranks cost, from all-reduces that are timed now.
+
+    A ring moves half of an all-reduce's bytes to gather or to scatter; gloo scatters by reducing everything.
+    """
+    if world.size < 2:
+        return Costs()
+    seconds, per_byte = fit_link(world.default_channel(), world.device)
+    shares = {
+        "all_reduce": 1.0,
+        "all_gather": world.size / 2,
+        "reduce_scatter": 1.0 if world.backend == "gloo" else 0.5,
+    }
+    fits = {(kind, world.size): CollectiveFit(0.0, seconds, per_byte * share) for kind, share in shares.items()}
+    return Costs(collectives=fits)
