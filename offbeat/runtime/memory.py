@@ -20,11 +20,7 @@ def apply_memory_strategy(
 
     `engine` gives the engine in force.
     """
-    undo: list[Callable[[], None]] = []
-    for path in strategy.recompute:
-        module = model.get_submodule(path)
-        undo.append(partial(_restore, module, "forward", vars(module).get("forward")))
-        module.forward = partial(_recomputed, module.forward)
+    undo: list[Callable[[], None]] = [recompute(model.get_submodule(path)) for path in strategy.recompute]
     for region in strategy.fusion:
         for path in region:
             module = model.get_submodule(path)
@@ -34,6 +30,13 @@ def apply_memory_strategy(
         undo.append(partial(_restore, model, "forward", vars(model).get("forward")))
         model.forward = MicroBatches(model.forward, strategy.accumulation, engine)
     return undo[::-1]
+
+
+def recompute(module: torch.nn.Module) -> Callable[[], None]:
+    """Lets backward compute what the module's forward does not keep; returns what takes this off again."""
+    undo = partial(_restore, module, "forward", vars(module).get("forward"))
+    module.forward = partial(_recomputed, module.forward)
+    return undo
 
 
 def _restore(module: torch.nn.Module, name: str, value: Any) -> None:

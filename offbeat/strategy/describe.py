@@ -41,7 +41,10 @@ def describe(strategy: "Strategy") -> tuple[str, ...]:
     if shards:
         found.append(f"they travel in {_some(len(groups) + alone, 'message')}")
     elif strategy.fsdp is not None:
-        found.append(f"parameters are sharded by fully_shard, {_some(len(strategy.fsdp.wrapped), 'module')} wrapped")
+        found.append(
+            f"{_some(len(strategy.fsdp.wrapped), 'module')} and what is left of the model are sharded by FSDP2"
+        )
+        return (*found, *_modules(strategy))
     elif not strategy.operators:
         found.append("every gradient is all-reduced alone")
     if cut:
@@ -52,18 +55,26 @@ def describe(strategy: "Strategy") -> tuple[str, ...]:
     if schedule.slice_bytes:
         found.append(f"messages above {format_bytes(schedule.slice_bytes)} are cut into slices of that size")
     found.append(f"{_some(schedule.in_flight, 'collective is', 'collectives are')} under way at once at most")
+    if schedule.credit_bytes is not None:
+        found.append(f"no more than {format_bytes(schedule.credit_bytes)} are under way at once")
     for encoder, count in Counter(shard.encoder.name for shard, _ in shards).items():
         if encoder != "none":
             found.append(f"{_some(count, 'gradient is', 'gradients are')} encoded as {encoder}, which changes the sums")
     if any(shard.staleness or shard.asynchronous for shard, _ in shards):
         found.append("some replicas may be steps ahead of others")
+    return (*found, *_modules(strategy))
+
+
+def _modules(strategy: "Strategy") -> list[str]:
+    """What becomes of modules and batches."""
+    found = []
     if strategy.accumulation > 1:
         found.append(f"the batch is computed in {strategy.accumulation} micro-batches")
     if strategy.recompute:
         found.append(f"{_some(len(strategy.recompute), 'module is', 'modules are')} computed again in backward")
     if strategy.fusion:
         found.append(f"{_some(len(strategy.fusion), 'region is', 'regions are')} compiled")
-    return tuple(found)
+    return found
 
 
 def _some(count: int, one: str, many: str = "") -> str:

@@ -149,6 +149,7 @@ LONG = {
     "optimize": ("resnet50", "--cluster", "B7"),
     "run": ("endless.py", "-n", "2"),
     "emulate": ("--", "endless.py"),
+    "launch": ("--cluster", "nodes.yaml", "--ssh", "sh wait.sh", "endless.py"),
     "demo": (),
     "tour": (),
     "doctor": (),
@@ -173,6 +174,8 @@ def test_every_command_is_interrupted_somewhere() -> None:
 def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
     timeline.save("t.json")
     Path("endless.py").write_text(ENDLESS)
+    Path("nodes.yaml").write_text("name: one\nnodes:\n- {name: one, address: 127.0.0.1}\n")
+    Path("wait.sh").write_text("exec sleep 600\n")
     with subprocess.Popen(
         [*OFFBEAT, command, *LONG[command]],
         stdin=subprocess.DEVNULL,
