@@ -21,8 +21,8 @@ def shown() -> dict[str, Any]:
     strategy = build_strategy("overlap", graph, CLUSTER)
     points = (FrontierPoint(2.0, 2**20, 1.5, 0.5, strategy), FrontierPoint(1.0, 2**24, 0.8, 0.2, strategy))
     plan = lower(graph, CLUSTER, strategy)
-    engine, history = SimpleNamespace(mode="deferred"), [Decision(40, "keeps <pace>")]
-    handle = Handle(SimpleNamespace(plan=plan, engine=engine, history=history))  # type: ignore[arg-type]
+    runtime = SimpleNamespace(plan=plan, mode="deferred", history=[Decision(40, "keeps <pace>")])
+    handle = Handle(runtime)  # type: ignore[arg-type]
     return {"strategy": strategy, "timeline": simulate(plan), "frontier": Frontier(points), "handle": handle}
 
 
