@@ -1,13 +1,16 @@
 """When a rank stops or a collective fails, every other rank says so and ends."""
 
 import re
+import sys
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_models
 import torch
+import torch.distributed as dist
 from in_memory import distributed, fresh, run_to_end, train
 from memory_job import Collective, MemoryJob, MemoryWorld
 from reference import graph_of, make_strategy
@@ -16,6 +19,7 @@ from small_strategies import OPTIONS
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.plan import lower
+from offbeat.runtime.comm import CommunicationFailed, TorchWorld
 from offbeat.runtime.distribute import _check_messages
 from offbeat.runtime.faults import WorkerLost
 from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
@@ -142,3 +146,17 @@ def test_asynchronous_servers_are_refused_on_gpus() -> None:
         StrategyError, match=r"^variable 'layers\.\d\.\w+' has an asynchronous parameter server, which NCCL"
     ):
         _check_messages(plan, torch.optim.SGD, torch.device("cuda"))
+
+
+def test_a_rank_does_not_wait_for_word_from_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store would keep it waiting for minutes."""
+    monkeypatch.setattr(sys.modules[TorchWorld.__module__], "FIRST_LOOK_SECONDS", 0.05)
+    world = TorchWorld.__new__(TorchWorld)
+    world.store = dist.HashStore()
+    liveness: Any = SimpleNamespace(dead=lambda: [1], addresses={1: ()}, blame=lambda: [1])
+    world.liveness = liveness
+    with pytest.raises(CommunicationFailed, match="nobody is left to set trace") as raised:
+        world.get("trace")
+    assert raised.value.lost_ranks() == [1]
+    world.set("told", b"before it died")
+    assert world.get("told") == b"before it died"

@@ -57,6 +57,10 @@ class Liveness:
                     self.addresses[rank] = tuple(address)
         self._read()
 
+    def dead(self) -> list[int]:
+        """Ranks whose process has ended, as their ports tell."""
+        return [rank for rank in self.addresses if not self._reach(rank)]
+
     def blame(self) -> list[int]:
         """Ranks that are dead, or else those that do not say within the grace time that they met the fault too."""
         heard: set[int] = set()

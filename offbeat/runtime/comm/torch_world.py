@@ -19,6 +19,8 @@ from offbeat.torch_private import backend_of, default_group, default_store, open
 _generations: dict[str, Iterator[int]] = defaultdict(lambda: count(1))
 """Of the process, not of a World: a process group made again may meet at the same store. By the group's name."""
 
+FIRST_LOOK_SECONDS = 2.0
+"""After which a rank that waits for a key looks whether all others are alive."""
 LONGEST_POLL_SECONDS = 0.05
 """Between two questions whether a key has been set."""
 
@@ -53,11 +55,17 @@ class TorchWorld:
         began = time.monotonic()
         patience = self.store.timeout.total_seconds()
         try:
+            look_at = FIRST_LOOK_SECONDS
             # The store's own waiting does not hear Ctrl-C.
             while not self.store.check([key]):
                 waited = time.monotonic() - began
                 if waited > patience:
                     raise dist.DistStoreError(f"nobody has set {key} for {patience:.0f} s")
+                if waited > look_at and self.liveness is not None:
+                    # Who is to set it may have died. Seldom, because each look leaves a connection at every port.
+                    look_at *= 2
+                    if self.liveness.dead() and not self.store.check([key]):
+                        raise dist.DistStoreError(f"nobody is left to set {key}")
                 time.sleep(min(LONGEST_POLL_SECONDS, 5e-4 + waited / 10))
             return self.store.get(key)
         except dist.DistError as error:
