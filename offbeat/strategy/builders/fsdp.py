@@ -33,6 +33,8 @@ def build(
 ) -> Strategy:
     """`fully_shard` (Zhao et al., VLDB 2023; torch.distributed.fsdp) on each unit, and at last on the model itself.
 
+    Use it when parameters, gradients and optimizer state do not fit a device.
+
     `units` are module paths; or a size, for modules of at most so many bytes; or 'auto', for the repeated blocks of the
     model (`layers.0`, `layers.1`, …). Modules that cannot be units by themselves, because others read their variables,
     are left to the model. `reshard` is every unit's choice and `root` the model's own; `recompute` computes every unit
