@@ -30,7 +30,8 @@ def skewed_copy(
             if "clock" in line:
                 line["clock"] = [[peer, read(begin), read(end)] for peer, begin, end in line["clock"]]
                 continue
-            if "plan" in line:
+            if "begin" not in line and "late" not in line:
+                # Plans and footprints tell no times.
                 continue
             for row in line.get("late", line.get("communication", ())):
                 row[5:8] = map(read, row[5:8])
