@@ -32,7 +32,7 @@ def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = Tru
     key = ("mlp", "sgd", "float64", STEPS, world, equal, sizes)
     expected = _shared(key, lambda: reference_run("mlp", "sgd", torch.float64, STEPS, world, equal, sizes))
 
-    def favour(graph: Any, cluster: Any, costs: Any, present: Any, barrier: bool) -> list[Candidate]:
+    def favour(graph: Any, cluster: Any, costs: Any, present: Any, **_: Any) -> list[Candidate]:
         seen.append(graph.passes)
         chosen = build_strategy(builder, graph, cluster)
         found = ((builder, chosen, 1e-3), ("present", present, 2e-3))
