@@ -1,12 +1,10 @@
 """Clocks that were set apart in a real trace are found again."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import run_script
 from skewed_clocks import skewed_copy
 
 from offbeat.profile.traces import align, read_traces
@@ -34,25 +32,9 @@ CLOCKS = {0: (0.0, 0.0), 1: (0.05, 50e-6), 2: (-0.05, -50e-6)}
 @pytest.mark.timeout(120)
 def test_skew_and_drift_of_a_real_trace_are_recovered(tmp_path: Path) -> None:
     """±50 ms and 50 ppm, to under 200 µs at every step."""
-    ranks = len(CLOCKS)
-    common = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29000 + os.getpid() % 900),
-    }
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOB, str(tmp_path / "trace")],
-            env={**common, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        assert [job.wait(timeout=90) for job in jobs] == [0] * ranks
-    finally:
-        for job in jobs:
-            job.kill()
+    script = tmp_path / "train.py"
+    script.write_text(JOB)
+    assert run_script(script, len(CLOCKS), str(tmp_path / "trace")) == [0] * len(CLOCKS)
     true, _ = read_traces(tmp_path / "trace")
     skewed_copy(tmp_path / "trace", tmp_path / "skewed", CLOCKS.__getitem__)
     skewed, _ = read_traces(tmp_path / "skewed")

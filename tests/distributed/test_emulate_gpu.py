@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from emulated_ranks import environment
 
 from offbeat.cli import main
 from offbeat.emulate import Emulation, RankError
@@ -73,10 +74,6 @@ class Service:
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
     return Service(tmp_path, monkeypatch)
-
-
-def environment(names: list[str]) -> list[str]:
-    return [os.environ[name] for name in names]
 
 
 def _ends(pid: int) -> bool:
