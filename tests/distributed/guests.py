@@ -8,6 +8,7 @@ import guest_parameters  # noqa: F401 - as above
 import torch
 from guest_job import MAKERS, PATTERNS, Job, Net
 from torch.nn.parallel import DistributedDataParallel
+from training import untimed_links
 
 import offbeat
 from offbeat.errors import OffbeatError
@@ -15,10 +16,12 @@ from offbeat.errors import OffbeatError
 
 def guest(name: str, strategy: str) -> dict[str, Any]:
     """How far a pattern under a strategy ends up from the reference, here and between the ranks."""
-    ours, reference = Job(strategy, **MAKERS[name]), Job(None, **MAKERS[name])
+    with untimed_links():
+        ours, reference = Job(strategy, **MAKERS[name]), Job(None, **MAKERS[name])
     before = [p.detach().clone() for p in reference.model.parameters()]
     for job in (ours, reference):
-        PATTERNS[name](job)
+        with untimed_links():
+            PATTERNS[name](job)
     mine = [*ours.seen, *(p.detach() for p in ours.model.parameters())]
     theirs = [*reference.seen, *(p.detach() for p in reference.model.parameters())]
     assert len(mine) == len(theirs)

@@ -24,10 +24,7 @@ def main(directory: Path, builder: str, steps: int, kill_at: int) -> None:
     rank = int(os.environ["RANK"])
     model = small_models.make("everything", seed=rank)
     optimizer = small_models.make_optimizer("sgd", model.parameters())
-    example = small_models.batch("everything", 0, rank)
-    model, optimizer = offbeat.distribute(
-        model, optimizer, builder, example_inputs=example, timeout=timedelta(seconds=20)
-    )
+    model, optimizer = offbeat.distribute(model, optimizer, builder, timeout=timedelta(seconds=20))
     saved = directory / "state.pt"
     first, losses = 0, []
     if saved.exists():

@@ -12,9 +12,9 @@ POINTS = 10
         (2, "mlp"),
         (2, "cnn"),
         (2, "transformer"),
-        pytest.param(4, "mlp", marks=pytest.mark.slow),
+        (4, "mlp"),
         pytest.param(4, "cnn", marks=pytest.mark.slow),
-        (4, "transformer"),
+        pytest.param(4, "transformer", marks=pytest.mark.slow),
     ],
 )
 def test_points_of_the_frontier_equal_a_single_device(pools: Pools, world: int, model: str):

@@ -1,14 +1,16 @@
 """Training by torch's `fully_shard` with a strategy's choices ends with the numbers of one process."""
 
 import pytest
+from cases import mostly_slow
 from harness import Pools
 from small_strategies import fsdp_points
 
 MODELS = [("mlp", "adamw"), ("cnn", "sgd"), ("transformer", "adamw"), ("gpt2", "adamw")]
+CASES = [(world, *model) for world in (2, 4) for model in MODELS]
+OFTEN = [(2, *model) for model in MODELS[2:]] + [(4, *model) for model in MODELS[:2]]
 
 
-@pytest.mark.parametrize(("model", "kind"), MODELS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "model", "kind"), mostly_slow(CASES, OFTEN))
 def test_every_choice_equals_one_process(pools: Pools, world: int, model: str, kind: str):
     points = fsdp_points(world)
     if model == "cnn":

@@ -16,7 +16,7 @@ from click.testing import Result
 from harness import run_script
 from typer.testing import CliRunner
 
-from offbeat.cli import app
+from offbeat.cli import app, main
 from offbeat.launch import LocalJob, RankEnd
 from offbeat.profile import launch
 from offbeat.profile.measure import Profile, load_profile
@@ -259,15 +259,15 @@ def test_a_script_may_run_on(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["steps"] == 3
 
 
-def test_a_script_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_script_that_fails_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("import sys\nsys.exit(3)\n")
     done = run(["profile", "train.py", "-o", "trace"], tmp_path)
     assert done.returncode == 3
     assert done.stderr == "offbeat: the job ended with exit code 3\n"
     (tmp_path / "train.py").write_text("print('no training here')\n")
-    done = run(["profile", "train.py", "-o", "trace"], tmp_path)
-    assert done.returncode == 1
-    assert "nothing was recorded, because the script made 0 steps" in done.stderr
+    with contextlib.chdir(tmp_path):
+        assert main(["profile", "train.py", "-o", "trace"]) == 1
+    assert "nothing was recorded, because the script made 0 steps" in capfd.readouterr().err
 
 
 def test_a_crash_leaves_readable_traces(tmp_path: Path) -> None:

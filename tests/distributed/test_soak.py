@@ -1,13 +1,12 @@
 """Jobs leak nothing: not when their plan changes, nor in a short soak; `benchmarks/soak.py` is the long one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import free_port
+from harness import run_script
 
 SWITCHES = """
 import os, torch, torch.distributed as dist
@@ -39,16 +38,13 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.timeout(120)
-def test_changing_plans_leaves_no_files_or_threads_behind() -> None:
-    port, ranks = str(free_port()), []
-    for rank in range(2):
-        settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        settings |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([sys.executable, "-c", SWITCHES], env=os.environ | settings, text=True, **pipes))
-    for process in ranks:
-        said, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors[-2000:]
+def test_changing_plans_leaves_no_files_or_threads_behind(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SWITCHES)
+    codes = run_script(script, 2, seconds=100)
+    for rank, code in enumerate(codes):
+        said = (tmp_path / f"rank{rank}.log").read_text()
+        assert code == 0, said[-2000:]
         counts = [tuple(map(int, line.split())) for line in said.splitlines()]
         assert len(counts) == 4
         assert counts[1:] == [counts[1]] * 3, "files and threads after each pair of switches"
