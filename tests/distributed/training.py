@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import small_models
 import torch
@@ -19,7 +20,6 @@ from offbeat import api
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import capture
 from offbeat.runtime import distribute
-from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy
 
 TIMEOUT = timedelta(seconds=30)
@@ -39,11 +39,8 @@ def _quick_setup(model: str, dtype: torch.dtype, optimizer: str) -> Generator[No
 @contextmanager
 def untimed_links() -> Generator[None, None, None]:
     """Leaves out timing the links, which changes no number."""
-    distribute.fit_link = lambda *_: (1e-4, 1e-9)
-    try:
+    with mock.patch.object(distribute, "fit_link", return_value=(1e-4, 1e-9)):
         yield
-    finally:
-        distribute.fit_link = fit_link
 
 
 def _cluster(nodes: int | None) -> ClusterSpec:
