@@ -1,4 +1,4 @@
-"""A job whose ranks send to each other: recorded message by message, aligned by dPRO's variance of receives, replayed."""
+"""Ranks that send to each other: recorded message by message, aligned by dPRO's variance of receives, replayed."""
 
 import subprocess
 import sys
