@@ -2,8 +2,8 @@
 
 torch's `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv` all end in a process group's `send` and `recv`, which
 are wrapped here; so are those of the channel on which Offbeat's asynchronous servers talk. Both sides count the
-messages of each way and tag, which is how a SEND finds its RECV. A message is over when its work has been waited for: the
-backends report no earlier moment. A receive from any rank (`src=None`) is not noted.
+messages of each way and tag, which is how a SEND finds its RECV. A message is over when its work has been waited for:
+the backends report no earlier moment. A receive from any rank (`src=None`) is not noted.
 """
 
 import threading
