@@ -20,6 +20,9 @@ def profile(
     steps: Annotated[int, Option(min=1, help="Steps to record.")] = 20,
     plain_steps: Annotated[int, Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
     run_on: Annotated[bool, Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
+    transactions: Annotated[
+        bool, Option("--transactions", help="Also note every message that one rank sends to another.")
+    ] = False,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
@@ -33,12 +36,12 @@ def profile(
         if os.environ["RANK"] == "0":
             # The others begin to record only after they have met this rank.
             clear_folder(output)
-        record_script(script, output, steps, plain_steps, run_on)
+        record_script(script, output, steps, plain_steps, run_on, transactions)
         if os.environ["RANK"] == "0":
             print(f"recorded into {output}; offbeat replay {output} shows what")
         return
     clear_folder(output)
-    options = [str(output), str(steps), str(plain_steps), str(int(run_on))]
+    options = [str(output), str(steps), str(plain_steps), str(int(run_on)), str(int(transactions))]
     with stdout_to_stderr(as_json):
         code = run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
     exit_if_failed(code, timeout)

@@ -123,8 +123,10 @@ def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float],
 
     `ready` holds, for each message, the seconds after which its gradients are complete; `seconds` tells for how long so
     many bytes take the link; `use_order` is the place of each variable among those that forward uses. The policy
-    'fifo' sends what is ready first, any other what forward uses first. All slices of the plan count, also those that
-    other ranks reduce among themselves, so that ranks which agree on these numbers agree on the order.
+    'fifo' sends what is ready first, any other what forward uses first: an explicit order was best for the ready times
+    that were predicted, and on one link this rule is PACE's for those that were measured. Slices stay as they are cut.
+    All slices of the plan count, also those that other ranks reduce among themselves, so that ranks which agree on
+    these numbers agree on the order.
     """
     size = {(task.message, task.start): task.wire_bytes for task in plan.communication if task.lane == "up"}
     held = [piece for piece in plan.issue_order if plan.messages[piece[0]].asynchronous]

@@ -1,6 +1,6 @@
 """An unmodified training script → the same script, recorded: what `offbeat profile` starts as every rank.
 
-    python -m offbeat.profile.attach FOLDER STEPS PLAIN_STEPS RUN_ON(0|1) SCRIPT [ARGUMENTS]
+    python -m offbeat.profile.attach FOLDER STEPS PLAIN_STEPS RUN_ON(0|1) TRANSACTIONS(0|1) SCRIPT [ARGUMENTS]
 
 The first steps run without a recorder, so that what it costs can be told; then some are recorded. A step is a call of
 the optimizer that trains the model of the first forward. After the last recorded step the script is ended, as if it had
@@ -35,8 +35,10 @@ OVERHEAD_FILE = "overhead.json"
 class ScriptRecorder(Recorder):
     """Finds the model and its optimizer from outside, counts steps, and records some of them."""
 
-    def __init__(self, folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool) -> None:
-        super().__init__(folder)
+    def __init__(
+        self, folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool, transactions: bool = False
+    ) -> None:
+        super().__init__(folder, transactions=transactions)
         self.wanted, self.plain_steps, self.run_on = steps, plain_steps, run_on
         self.ends: list[Moment] = []
         """When each step ended, recorded or not."""
@@ -149,10 +151,15 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def record_script(
-    script: Sequence[str], folder: str | os.PathLike[str], steps: int, plain_steps: int, run_on: bool
+    script: Sequence[str],
+    folder: str | os.PathLike[str],
+    steps: int,
+    plain_steps: int,
+    run_on: bool,
+    transactions: bool,
 ) -> None:
     """Runs a script in this process and records some of its steps."""
-    recorder = ScriptRecorder(folder, steps, plain_steps, run_on)
+    recorder = ScriptRecorder(folder, steps, plain_steps, run_on, transactions)
     try:
         run_script(script[0], script[1:])
     except BaseException as error:
@@ -162,9 +169,9 @@ def record_script(
 
 
 if __name__ == "__main__":
-    folder, steps, plain_steps, run_on, *script = sys.argv[1:]
+    folder, steps, plain_steps, run_on, transactions, *script = sys.argv[1:]
     try:
-        record_script(script, folder, int(steps), int(plain_steps), run_on == "1")
+        record_script(script, folder, int(steps), int(plain_steps), run_on == "1", transactions == "1")
     except OffbeatError as problem:
         print(f"offbeat: rank {os.environ.get('RANK', '0')}: {problem}", file=sys.stderr)
         sys.exit(1)

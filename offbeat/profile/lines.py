@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -53,6 +53,19 @@ class Collective(NamedTuple):
     """How many times the step had issued this task before: more than 0 where every backward pass synchronises."""
 
 
+class Transaction(NamedTuple):
+    """One side of a message between two ranks (dPRO's SEND or RECV); times on that rank's clock."""
+
+    kind: Literal["send", "recv"]
+    peer: Number
+    tag: Annotated[int, Field(strict=True, gt=-(2**31), lt=2**31)]
+    number: Number
+    """How many messages with this tag went the same way before, since the recording began."""
+    bytes: Size
+    queued: Seconds
+    finished: Seconds
+
+
 @dataclass(frozen=True)
 class Pass:
     """A forward and the backward that follows it; times on the rank's clock."""
@@ -82,6 +95,8 @@ class Step:
     communication: tuple[Collective, ...]
     plan: RecordedPlan | None = None
     """The plan in force, in an Offbeat job."""
+    transactions: tuple[Transaction, ...] = ()
+    """Messages from rank to rank, where they were asked for."""
     host_late_ns: int = 0
     """Nanoseconds in which a GPU had done all that the host had given it."""
 
@@ -171,6 +186,7 @@ class _StepLine(BaseModel):
     updated: StrictBool
     communication: list[Collective]
     """What ended meanwhile; it may belong to an earlier step."""
+    transactions: list[Transaction] = []
     host_late_ns: Size = 0
 
 
@@ -178,6 +194,7 @@ _HEADER = TypeAdapter(Header)
 _MEMORY = TypeAdapter(Memory)
 _CLOCK = TypeAdapter(tuple[Tick, ...])
 _COLLECTIVES = TypeAdapter(list[Collective])
+_TRANSACTIONS = TypeAdapter(list[Transaction])
 
 
 def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> RankTrace:
@@ -196,6 +213,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
         header = _HEADER.validate_python(first)
         steps: list[tuple[_StepLine, RecordedPlan | None]] = []
         rows: list[Collective] = []
+        transactions: list[Transaction] = []
         ticks: list[tuple[Tick, ...]] = []
         plans: list[RecordedPlan] = []
         told: dict[str, Any] = {}
@@ -215,14 +233,16 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
                     memory = _MEMORY.validate_python(seen)
                 case {"late": late}:
                     rows += _COLLECTIVES.validate_python(late)
+                    transactions += _TRANSACTIONS.validate_python(line.get("transactions", []))
                 case _:
                     steps.append((_StepLine.model_validate(line), plans[-1] if plans else None))
                     rows += steps[-1][0].communication
+                    transactions += steps[-1][0].transactions
         return RankTrace(
             path=path,
             **vars(header),
             # A collective of one rank sends nothing.
-            steps=_steps(steps, [row for row in rows if row.ranks > 1], header),
+            steps=_steps(steps, [row for row in rows if row.ranks > 1], transactions, header),
             # Drift shows only between the two ends of a recording.
             ticks=tuple(ticks) if len(ticks) == 2 else (),
             memory=memory,
@@ -260,14 +280,20 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _steps(
-    lines: list[tuple[_StepLine, RecordedPlan | None]], collectives: list[Collective], header: Header
+    lines: list[tuple[_StepLine, RecordedPlan | None]],
+    collectives: list[Collective],
+    transactions: list[Transaction],
+    header: Header,
 ) -> tuple[Step, ...]:
     """The complete optimizer steps: lines without one belong to the next step.
 
     In a job without a torch optimizer, each line is a step.
     """
+    if any(row.peer >= header.world for row in transactions):
+        raise ValueError(f"a message goes to or comes from a rank beyond the {header.world} of the job")
     collectives.sort(key=lambda collective: collective.queued)
-    queued = np.array([collective.queued for collective in collectives])
+    transactions.sort(key=lambda transaction: transaction.queued)
+    queued, sent = (np.array([row.queued for row in rows]) for rows in (collectives, transactions))
     optimized = any(line.updated for line, _ in lines)
     steps: list[Step] = []
     waiting: list[_StepLine] = []
@@ -295,7 +321,9 @@ def _steps(
             if row.turn >= MOST_TURNS:
                 raise ValueError(f"a step issues task {row.task} more than {MOST_TURNS} times")
         late = sum(each.host_late_ns for each in joined)
-        steps.append(Step(line.step, line.begin, line.end, _passes(line), tuple(line.local), numbered, plan, late))
+        messages = tuple(transactions[slice(*np.searchsorted(sent, (line.begin, line.end)))])
+        passes = _passes(line)
+        steps.append(Step(line.step, line.begin, line.end, passes, tuple(line.local), numbered, plan, messages, late))
     return tuple(steps)
 
 

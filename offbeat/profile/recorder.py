@@ -38,6 +38,7 @@ from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
 from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
+from offbeat.profile.transactions import TransactionListener
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.faults import explain
@@ -59,9 +60,13 @@ class Recorder:
     """Whether to look at what a step keeps in memory."""
 
     @checked
-    def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True, transactions: bool = False) -> None:
         self.folder = Path(folder)
         self.calibrate = calibrate
+        self.transactions: TransactionListener | None = None
+        self.noting_transactions = transactions
+        """Whether to note messages from rank to rank. Ranks of such a job need not come to their first forward
+        together, so that the recorder sends no messages of its own there, and their clocks are aligned by the job's."""
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
@@ -77,6 +82,8 @@ class Recorder:
         self.plans = PlanWriter()
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.collectives: list[tuple[Any, ...]] = []
+        self.messages: list[tuple[Any, ...]] = []
+        """Transactions that have ended, as `lines.Transaction` has them."""
         self.optimizer_began: Moment = 0.0
         self.footprint: Footprint | None = None
         self._begin_step()
@@ -86,6 +93,8 @@ class Recorder:
         self.recording = True
         self.finder = register_module_forward_pre_hook(self._first_forward)
         self.undo.callback(self.finder.remove)
+        if self.noting_transactions:
+            self.transactions = TransactionListener(self)
         self.undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_SECONDS)
         return self
@@ -101,7 +110,7 @@ class Recorder:
             self.unwritten.append({"plan": changed})
         ended, self.collectives = self.collectives, []
         # Collectives that end during a later step are written with it; each says which step it belongs to.
-        self.unwritten.append(self.line | {"end": now, "communication": ended})
+        self.unwritten.append(self.line | {"end": now, "communication": ended, **self._messages_ended()})
         self._write_known()
         self.steps += 1
         self._begin_step()
@@ -124,8 +133,8 @@ class Recorder:
                     self.clock.wait(moment)
                 self._write_known()
                 ended, self.collectives = self.collectives, []
-                self._write({"late": in_seconds(ended, self.clock)})
-                if error is None:
+                self._write({"late": in_seconds(ended, self.clock), **in_seconds(self._messages_ended(), self.clock)})
+                if error is None and self._meets():
                     self._write({"clock": self._tick()})
         except OffbeatError:
             # The file itself may have failed before; that first error is the one to report.
@@ -162,14 +171,23 @@ class Recorder:
         if self.footprints and not sharded and uncompiled(module) is module:
             self.footprint = Footprint(inner)
         self.runtime = runtime_of(module)
-        ticks = self._tick()
+        ticks = self._tick() if self._meets() else []
         self._listen_to_communication(module)
-        if self.calibrate and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.calibrate and self._meets() and dist.is_initialized() and dist.get_world_size() > 1:
             calibrate_job(self.folder)
         self._write(self._header(inner))
-        self._write({"clock": ticks})
+        if self._meets():
+            self._write({"clock": ticks})
         # The present step began before the recorder was attached.
         self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
+
+    def _meets(self) -> bool:
+        """Whether all ranks come to their first forward and to the recorder's end together."""
+        return self.runtime is not None or not self.noting_transactions
+
+    def _messages_ended(self) -> dict[str, Any]:
+        ended, self.messages = self.messages, []
+        return {"transactions": ended} if self.noting_transactions else {}
 
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
@@ -232,6 +250,10 @@ class Recorder:
             # Before any hook that may end the recorder's step.
             runtime.step_hooks.insert(0, self._engine_stepped)
             self.undo.callback(runtime.step_hooks.remove, self._engine_stepped)
+            # The recorder's own, which compare clocks.
+            self.messages.clear()
+            if self.transactions is not None and runtime.engine.server is not None:
+                self.transactions.listen_to_channel(runtime.engine.server.channel)
             return
         self.undo.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
         self.undo.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
@@ -368,7 +390,10 @@ class Recorder:
 
 def _last_moments(line: dict[str, Any]) -> list[Moment]:
     """The moments of a line after which all of its times are known."""
-    return [line.get("end", 0.0), *(row[-1] for row in line.get("communication", ()))]
+    return [
+        line.get("end", 0.0),
+        *(row[-1] for name in ("communication", "transactions") for row in line.get(name, ())),
+    ]
 
 
 def runtime_of(module: torch.nn.Module) -> Runtime | None:

@@ -4,6 +4,7 @@ Files of other programs (Kineto's) are read by `offbeat.profile.kineto`. A file 
 notes and the other ranks are still analysed.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from os import PathLike
@@ -14,10 +15,15 @@ import numpy as np
 
 from offbeat.errors import OffbeatError
 from offbeat.profile.align import Alignment, clock_offsets, communication_events
-from offbeat.profile.lines import MOST_TASKS, Collective, Pass, RankTrace, Step, read_rank
+from offbeat.profile.lines import MOST_TASKS, MOST_TURNS, Collective, Pass, RankTrace, Step, Transaction, read_rank
 from offbeat.timeline import COMPUTE, NETWORK, Builder, Kind, Timeline
+from offbeat.units import format_seconds
 
 MOST_DRIFT_PPM = 1e5
+CLOCK_READING_SECONDS = 1e-4
+"""By which two readings of clocks within an exchange may be off."""
+FIRST_TRANSACTION = MOST_TASKS * MOST_TURNS
+"""In a timeline, the numbers from here on stand for messages from rank to rank."""
 
 
 def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]]:
@@ -50,14 +56,54 @@ def to_timeline(traces: list[RankTrace], notes: list[str]) -> Timeline:
     if not common:
         raise OffbeatError(f"{traces[0].path.parent}: the ranks have no complete step in common")
     builder = Builder()
+    places = _places(traces)
     zero = min(step.begin for trace in traces for step in trace.steps if step.number in common)
     marks = []
     for trace in traces:
         steps = [step for step in trace.steps if step.number in common]
         for step in steps:
             _add_step(builder, trace, step, zero)
+            for row in step.transactions:
+                number, of_step = places[_way(trace, row)]
+                if of_step not in common:
+                    continue
+                source, to = _way(trace, row)[:2]
+                more = {"step": of_step, "bytes": row.bytes, "task": FIRST_TRANSACTION + number}
+                span = row.queued - zero, row.finished - zero
+                # A message has no queue of its own before it is issued.
+                builder.add(
+                    trace.rank, NETWORK, "communication", f"{row.kind} {source}>{to}", *span, queued=span[0], **more
+                )
         marks.append([step.begin - zero for step in steps] + [steps[-1].end - zero])
     return builder.build(np.array(marks), notes=tuple(notes))
+
+
+def _way(trace: RankTrace, row: Transaction) -> tuple[int, int, int, int]:
+    """From which rank to which, the tag, and which of these messages it is."""
+    ends = (trace.rank, row.peer) if row.kind == "send" else (row.peer, trace.rank)
+    return (*ends, row.tag, row.number)
+
+
+def _places(traces: list[RankTrace]) -> dict[tuple[int, int, int, int], tuple[int, int]]:
+    """By message: its number, equal in every step that sends it again, and its step, which is the sender's.
+
+    The receiver counts where the sender left no trace."""
+    steps: dict[tuple[int, int, int, int], int] = {}
+    for kind in ("send", "recv"):
+        for trace in traces:
+            for step in trace.steps:
+                for row in step.transactions:
+                    if row.kind == kind:
+                        steps.setdefault(_way(trace, row), step.number)
+    numbers: dict[tuple[int, int, int, int], int] = {}
+    before: Counter[tuple[int, int, int, int]] = Counter()
+    places = {}
+    for (source, to, tag, number), step_number in sorted(steps.items()):
+        turn = before[source, to, tag, step_number]
+        before[source, to, tag, step_number] += 1
+        place = numbers.setdefault((source, to, tag, turn), len(numbers))
+        places[source, to, tag, number] = place, step_number
+    return places
 
 
 def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
@@ -67,18 +113,23 @@ def align(traces: list[RankTrace]) -> tuple[list[RankTrace], Alignment | None]:
         return traces, None
     zero = traces[0].steps[0].begin
     shifted = [_moved(trace, lambda at: at - zero) for trace in traces]
-    if shifted[0].rank == 0 and all(trace.ticks and all(trace.ticks) for trace in shifted):
-        alignment = _compared_clocks(shifted)
-    else:
-        alignment = clock_offsets(communication_events(to_timeline(shifted, [])), machines)
+    compared = shifted[0].rank == 0 and all(trace.ticks and all(trace.ticks) for trace in shifted)
+    alignment, notes = _compared_clocks(shifted) if compared else (None, ())
+    if alignment is None:
+        found = clock_offsets(communication_events(to_timeline(shifted, [])), machines)
+        alignment = replace(found, notes=(*notes, *found.notes))
     return [_moved(trace, alignment.clock(trace.rank)) for trace in shifted], alignment
 
 
-def _compared_clocks(traces: list[RankTrace]) -> Alignment:
-    """Each clock against rank 0's, from the fastest round trips, whose two ways took about the same time."""
+def _compared_clocks(traces: list[RankTrace]) -> tuple[Alignment | None, tuple[str, ...]]:
+    """Each machine's clock against rank 0's, from the fastest round trips, whose two ways took about the same time.
+
+    None, and why, where round trips contradict each other: a clock that jumped, or one that gains more than any does.
+    """
     first, last = (np.median([begin for _, begin, _ in part]) for part in traces[0].ticks)
     reference, span = float(first + last) / 2, max(float(last - first), 1e-6)
-    offset, drift = [0.0], [0.0]
+    fastest: dict[str, list[tuple[float, float]]] = {}
+    """By machine, of the first and the last exchange: the shortest round trip, and how far its clock was ahead."""
     for trace in traces[1:]:
         found = []
         for there, here in zip(traces[0].ticks, trace.ticks, strict=True):
@@ -88,13 +139,30 @@ def _compared_clocks(traces: list[RankTrace]) -> Alignment:
                 raise OffbeatError(
                     f"{trace.path}: rank 0 exchanged no message with rank {trace.rank} to compare clocks"
                 )
-            found.append(min((end - begin, at - (begin + end) / 2) for (begin, end), (_, at, _) in pairs)[1])
-        same = trace.machine == traces[0].machine
-        offset.append(0.0 if same else sum(found) / 2)
-        drift.append(0.0 if same else (found[1] - found[0]) / span * 1e6)
-        if not abs(drift[-1]) < MOST_DRIFT_PPM:
-            raise OffbeatError(f"{trace.path}: its clock gains {drift[-1]:g} us a second on rank 0's, which none does")
-    return Alignment(tuple(trace.rank for trace in traces), reference, np.array(offset), np.array(drift))
+            # A message is received between its sending and the answer.
+            least, most = (
+                max(at - end for (_, end), (_, at, _) in pairs),
+                min(at - begin for (begin, _), (_, at, _) in pairs),
+            )
+            if least > most + CLOCK_READING_SECONDS and trace.machine != traces[0].machine:
+                return None, (_contradiction(trace, f"round trips differ by {format_seconds(least - most)}"),)
+            found.append(min((end - begin, at - (begin + end) / 2) for (begin, end), (_, at, _) in pairs))
+        known = fastest.get(trace.machine, found)
+        fastest[trace.machine] = [min(pair) for pair in zip(known, found, strict=True)]
+    fastest[traces[0].machine] = [(0.0, 0.0)] * 2
+    ahead = np.array([[seconds for _, seconds in fastest[trace.machine]] for trace in traces])
+    drift = (ahead[:, 1] - ahead[:, 0]) / span * 1e6
+    for trace, gained in zip(traces, drift.tolist(), strict=True):
+        if not abs(gained) < MOST_DRIFT_PPM:
+            return None, (_contradiction(trace, f"its clock would gain {gained:g} us a second on rank 0's"),)
+    return Alignment(tuple(trace.rank for trace in traces), reference, ahead.mean(axis=1), drift), ()
+
+
+def _contradiction(trace: RankTrace, what: str) -> str:
+    return (
+        f"clock alignment: the comparisons of rank {trace.rank}'s clock with rank 0's contradict each other ({what}), "
+        "so clocks are aligned by the job's own communication"
+    )
 
 
 def _moved(value: Any, clock: Callable[[float], float]) -> Any:
@@ -103,7 +171,7 @@ def _moved(value: Any, clock: Callable[[float], float]) -> Any:
         return clock(value)
     if isinstance(value, tuple):
         moved = (_moved(each, clock) for each in value)
-        return Collective(*moved) if isinstance(value, Collective) else tuple(moved)
+        return type(value)(*moved) if isinstance(value, Collective | Transaction) else tuple(moved)
     if isinstance(value, RankTrace | Step | Pass):
         return replace(value, **{each.name: _moved(getattr(value, each.name), clock) for each in fields(value)})
     return value

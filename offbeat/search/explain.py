@@ -175,7 +175,11 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         cuts = len(plan.communication) - len(plan.messages)
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
     if schedule.policy != "fifo":
-        yield "order", "what the next forward needs first goes first", rescheduled(strategy, policy="fifo", order=())
+        yield (
+            "order",
+            "what the next forward needs first goes first",
+            rescheduled(strategy, policy="fifo", order=(), pinned=False),
+        )
     if schedule.credit_bytes is not None:
         what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
         yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)

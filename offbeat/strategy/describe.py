@@ -16,7 +16,7 @@ _MODES = {
 _POLICIES = {
     "fifo": "messages are sent as gradients become ready",
     "priority": "what the next forward needs first is sent first",
-    "explicit": "messages are sent in an order that a search has fixed",
+    "explicit": "messages are sent in an order that a search has found",
 }
 _KINDS = {
     "all_reduce": "all-reduced",

@@ -182,7 +182,7 @@ class Schedule(_Frozen):
 
     policy: Literal["fifo", "priority", "explicit"] = "fifo"
     """fifo: as gradients become ready; priority: what the next forward needs first, among what is ready; explicit:
-    exactly `order`."""
+    `order`. A job under way rebuilds the order from the times it measures, unless it is pinned."""
     slice_bytes: Annotated[int, Field(ge=1024)] | None = None
     """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2
@@ -195,6 +195,8 @@ class Schedule(_Frozen):
     where the training loop allows it."""
     order: tuple[Slice, ...] = ()
     """Issue order of an explicit schedule; every group's message is covered once."""
+    pinned: bool = False
+    """Whether a job under way keeps exactly `order`, whatever it measures."""
 
     def beside(self, before: Sequence[int], size: int) -> int:
         """How many of the messages before one of `size` bytes may still be under way when it starts.
@@ -211,6 +213,8 @@ class Schedule(_Frozen):
         if bool(self.order) != (self.policy == "explicit"):
             need = "needs" if self.policy == "explicit" else "takes no"
             yield f"the {self.policy} schedule {need} order"
+        if self.pinned and self.policy != "explicit":
+            yield f"pinned keeps an explicit order, and the {self.policy} schedule has none"
         slices = sorted((item.group, item.start, item.stop) for item in self.order)
         for (group, _, stop), (next_group, start, later) in pairwise(slices):
             if group == next_group and start < stop:

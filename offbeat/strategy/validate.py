@@ -26,7 +26,7 @@ def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Str
     """
     schedule = strategy.schedule
     if schedule.policy == "explicit":
-        schedule = schedule.model_copy(update={"policy": "priority", "order": ()})
+        schedule = schedule.model_copy(update={"policy": "priority", "order": (), "pinned": False})
     kept: dict[str, VariableConfig] = {}
     for name, config in strategy.variables.items():
         if name in graph.variable_index:

@@ -11,7 +11,7 @@ from offbeat.errors import PlanError
 from offbeat.plan import Plan, lower
 from offbeat.plan.schedule import retimed
 from offbeat.simulate import simulate
-from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, build_strategy
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig, build_strategy
 from offbeat.timeline import KINDS
 
 CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="16GiB")
@@ -151,6 +151,26 @@ def test_first_come_first_served_stays_so_when_retimed():
     assert plan.strategy.schedule.policy == "fifo"
     new = retimed(plan, [0.3, 0.1, 0.2], lambda size: 1.0, {name: place for place, name in enumerate(NAMES)})
     assert new.issue_order == ((1, 0), (2, 0), (0, 0))
+
+
+def test_an_explicit_order_is_retimed_with_its_own_slices():
+    configs = {name: VariableConfig(shards=(Shard(group=place),)) for place, name in enumerate(NAMES)}
+    elements = [GRAPH.variable(name).elements for name in NAMES]
+    halves = [(group, *cut) for group, all_of in enumerate(elements) for cut in ((0, 16), (16, all_of))]
+    order = tuple(Slice(group=group, start=start, stop=stop) for group, start, stop in reversed(halves))
+    plan = lower(GRAPH, CLUSTER, Strategy(variables=configs, schedule=Schedule(policy="explicit", order=order)))
+    use_order = {name: place for place, name in enumerate(NAMES)}
+    place = {message.index: use_order[message.variables[0]] for message in plan.messages}
+
+    def sent(each):
+        return [(place[message], start) for message, start in each.issue_order]
+
+    assert sent(plan) == [(group, start) for group, start, _ in reversed(halves)]
+    together = retimed(plan, [1.0] * len(plan.messages), lambda size: 0.1, use_order)
+    assert sent(together) == [(group, start) for group, start, _ in halves]
+    assert {task.index for task in together.tasks} == {task.index for task in plan.tasks}
+    late = retimed(plan, [9.0 if place[m] == 0 else 0.0 for m in sorted(place)], lambda size: 0.1, use_order)
+    assert [group for group, _ in sent(late)][-2:] == [0, 0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,7 +25,7 @@ from offbeat.profile.traces import read_traces
 from offbeat.profile.whatif import what_if
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.retime import Retimer
-from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, build_strategy
+from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig, build_strategy
 
 RANKS = 4
 CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=2)
@@ -120,6 +120,21 @@ def test_replay_follows_an_order_that_was_rebuilt_during_the_run(tmp_path: Path)
     # On other links it is the same plan; another strategy has an order of its own.
     assert pieces(profile.with_links(bandwidth=2.0).plan) == pieces(profile.plan)
     assert what_if(profile, ["strategy=wfbp"])[0].iteration_time > 0
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_an_explicit_order_is_rebuilt_as_a_new_plan_unless_it_is_pinned(tmp_path: Path, pinned: bool) -> None:
+    names = [v.name for v in graph().gradient_order]
+    configs = {name: VariableConfig(shards=(Shard(group=group),)) for group, name in enumerate(names)}
+    order = tuple(Slice(group=g, start=0, stop=graph().variable(name).elements) for g, name in enumerate(names))
+    strategy = Strategy(name="own", variables=configs, schedule=Schedule(policy="explicit", order=order, pinned=pinned))
+    with mock.patch.object(Retimer, "_agreed_ready", return_value=[0.1] * len(names)):
+        traces, _ = read_traces(record(tmp_path / "trace", strategy, 7))
+    assert all(recorded_pieces(trace, 0) == [((name,), 0) for name in names] for trace in traces)
+    uses = [v.name for v in graph().variables]
+    rebuilt = names if pinned else uses
+    assert names != uses
+    assert all(recorded_pieces(trace, -1) == [((name,), 0) for name in rebuilt] for trace in traces)
 
 
 def test_a_prediction_in_place_follows_the_rebuilt_order(tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ def in_shard(**fields: Any) -> dict[str, Any]:
         ({"variables": {"w": {"partition": [3], "cuts": [[2, 2]]}}}, "cuts [2, 2] of axis 0 make overlapping shards"),
         ({"schedule": {"policy": "explicit"}}, "the explicit schedule needs order"),
         ({"schedule": {"order": [{"group": 0, "start": 0, "stop": 1}]}}, "the fifo schedule takes no order"),
+        ({"schedule": {"pinned": True}}, "pinned keeps an explicit order, and the fifo schedule has none"),
         (
             {
                 "schedule": {

@@ -83,7 +83,7 @@ def as_drawn(sampler: Sampler, strategy: Strategy) -> Strategy:
         configs[variable.name] = config_of(config.partition, shards)
     schedule = strategy.schedule
     if schedule.policy == "explicit":
-        schedule = schedule.model_copy(update={"policy": "priority", "order": ()})
+        schedule = schedule.model_copy(update={"policy": "priority", "order": (), "pinned": False})
     return sampler.strategy(configs, schedule)
 
 

@@ -95,4 +95,6 @@ def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
     """The strategy with these shards, each in a message of its own, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
     changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
-    return rescheduled(changed, policy="priority", slice_bytes=strategy.schedule.slice_bytes or _SLICE_BYTES, order=())
+    return rescheduled(
+        changed, policy="priority", slice_bytes=strategy.schedule.slice_bytes or _SLICE_BYTES, order=(), pinned=False
+    )
