@@ -55,6 +55,8 @@ class ClusterSpec(BaseModel):
         total = sum(node.devices for node in named)
         if total > MAX_DEVICES:
             raise OffbeatError(f"{total} devices are more than the {MAX_DEVICES} a cluster may have")
+        if all(node.role == "server" for node in named):
+            raise OffbeatError("every node is a server, and none is left to train")
         return named
 
     @model_validator(mode="after")
@@ -86,6 +88,16 @@ class ClusterSpec(BaseModel):
     def world_size(self) -> int:
         """Devices of all nodes."""
         return self._first_ranks[-1]
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """Ranks that train, unless a strategy names its replicas."""
+        return tuple(rank for rank in range(self.world_size) if self.device_of(rank).role == "worker")
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """Ranks of the nodes that only keep parameters."""
+        return tuple(rank for rank in range(self.world_size) if self.device_of(rank).role == "server")
 
     @cached_property
     def total_price_per_hour(self) -> float | None:
@@ -232,7 +244,10 @@ class ClusterSpec(BaseModel):
         index = {node.name: position for position, node in enumerate(self.nodes)}
         return files.digest(
             {
-                "nodes": [node.model_dump(mode="json", exclude=labels) for node in self.nodes],
+                "nodes": [
+                    node.model_dump(mode="json", exclude=labels | ({"role"} if node.role == "worker" else set()))
+                    for node in self.nodes
+                ],
                 "links": [[*sorted((index[k.a], index[k.b])), k.bandwidth, k.latency] for k in self.links],
                 "tables": [table.model_dump(mode="json") for table in self.tables],
             }

@@ -31,8 +31,13 @@ def make_synchroniser(message: Message, training: "Training") -> Synchroniser:
     """The message's, on the plan's rank."""
     plan, parameters = training.plan, training.parameters
     assert plan.rank is not None
-    me = plan.replicas.index(plan.rank)
-    common = (message, parameters, training.channels, plan.rank, plan.weights[me])
+    if plan.rank not in plan.replicas and message.owner != plan.rank:
+        return Synchroniser(message, parameters, training.channels, plan.rank, 0.0)
+    me, share = 0, 0.0
+    if plan.rank in plan.replicas:
+        me = plan.replicas.index(plan.rank)
+        share = plan.weights[me]
+    common = (message, parameters, training.channels, plan.rank, share)
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
     shapes = [piece.shape for piece in message.pieces]

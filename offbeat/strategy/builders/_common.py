@@ -96,7 +96,9 @@ def parts_within(variable: Variable, limit_bytes: int) -> int:
 
 
 def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
-    """'nodes': the first rank of each node; 'ranks': every rank."""
+    """The cluster's servers where it has any; else of 'nodes' the first rank of each, of 'ranks' every rank."""
+    if cluster.servers and servers in ("nodes", "ranks"):
+        return cluster.servers
     if servers == "nodes":
         return tuple(cluster.ranks_of(node)[0] for node in range(len(cluster.nodes)))
     if servers == "ranks":
