@@ -233,6 +233,20 @@ class ClusterSpec(BaseModel):
             ),
         )
 
+    def with_servers(self, ranks: Iterable[int]) -> "ClusterSpec":
+        """The cluster in which these ranks hold no replica. A node that has both kinds becomes two."""
+        serving = set(ranks)
+        for rank in sorted(serving):
+            self.node_of(rank)
+        nodes: list[Node] = []
+        for index, node in enumerate(self.nodes):
+            kinds = [(role, len(list(run))) for role, run in groupby(rank in serving for rank in self.ranks_of(index))]
+            for number, (serves, devices) in enumerate(kinds):
+                changes = {"devices": devices, "role": "server" if serves else node.role}
+                name = node.name if number == 0 else f"{node.name}-servers{number}"
+                nodes.append(node.model_copy(update=changes | {"name": name}))
+        return self.replace(nodes=tuple(nodes))
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         # Pydantic's own would keep the tables built for the old nodes and skip the checks.
         return type(self)(**({field: getattr(self, field) for field in type(self).model_fields} | dict(update or {})))

@@ -106,6 +106,13 @@ def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
     raise StrategyError(f"servers: {servers!r} is neither 'nodes' nor 'ranks'")
 
 
+def server_speeds(cluster: ClusterSpec) -> Mapping[int, float] | None:
+    """The bandwidth of each server that holds no replica; None where there are none, and servers share their links."""
+    if not cluster.servers:
+        return None
+    return {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in cluster.servers}
+
+
 class ServerLoads:
     """Bytes placed on each server so far; the next shard goes to the server with the least bytes for its speed.
 
@@ -140,9 +147,14 @@ class ServerLoads:
         )
 
 
-def served(graph: ModelGraph, ranks: Sequence[int], parts: Callable[[Variable], int] = lambda _: 1) -> Configs:
+def served(
+    graph: ModelGraph,
+    ranks: Sequence[int],
+    parts: Callable[[Variable], int] = lambda _: 1,
+    speeds: Mapping[int, float] | None = None,
+) -> Configs:
     """Every variable in `parts(variable)` row shards on the least loaded of the servers."""
-    loads = ServerLoads(ranks)
+    loads = ServerLoads(ranks, speeds)
     return {variable.name: loads.place(variable, parts(variable)) for variable in trained(graph)}
 
 
