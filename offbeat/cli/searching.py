@@ -125,7 +125,13 @@ def run(
             with stdout_to_stderr(as_json):
                 code = run_script(script, ranks + servers, variables, timeout)
             if as_json:
-                facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "servers": servers, "exit_code": code}
+                facts = {
+                    "script": script[0],
+                    "strategy": strategy,
+                    "ranks": ranks,
+                    "servers": servers,
+                    "exit_code": code,
+                }
                 print_json(facts | {"distributed": called.exists()})
             exit_if_failed(code, timeout)
         if not called.exists():

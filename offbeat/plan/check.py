@@ -24,7 +24,9 @@ def check(plan: Plan) -> None:
         _check_slices(message, tasks_of[message.index])
         if plan.rank is None:
             _check_exchange(plan, message, tasks_of[message.index])
-        elif plan.rank in plan.replicas and not any(message.variables == task.delivers for task in tasks_of[message.index]):
+        elif plan.rank in plan.replicas and not any(
+            message.variables == task.delivers for task in tasks_of[message.index]
+        ):
             raise PlanError(f"message {message.index} never reaches rank {plan.rank}")
 
 

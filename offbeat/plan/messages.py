@@ -92,7 +92,9 @@ def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec
     station_of = {cluster.node_of(station): station for station in shard.stations}
     if owner in replicas and cluster.node_of(owner) in station_of:
         station_of[cluster.node_of(owner)] = owner
-    local = tuple((tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node.get(n, ())) > 1)
+    local = tuple(
+        (tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node.get(n, ())) > 1
+    )
     through = {rank: station for ranks, station in local for rank in ranks}
     top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
     if owner not in replicas:

@@ -47,9 +47,10 @@ def gather_state(engine: Engine) -> dict[str, Any]:
     held = _held(engine)
     engine.owners.tell("state")
     commands = engine.channels.commands
-    for server in commands.servers if commands is not None else ():
-        for name, tensor, box, state in commands.receive(server):
-            held[name].append((Unit(engine.parameters[name], tensor, None, box), state))
+    if commands is not None:
+        for server in commands.servers:
+            for name, tensor, box, state in commands.receive(server):
+                held[name].append((Unit(engine.parameters[name], tensor, None, box), state))
     mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
     # What this rank holds nothing of, another may.
     kinds = {name: keys for one in engine.channels.world.all_gather_object(mine) for name, keys in one.items()}

@@ -63,9 +63,7 @@ def _fold(plan: Plan, ranks: tuple[int, ...], compute_scale: Mapping[int, float]
     nodes = plan.cluster.node_of_rank
     role_of: dict[int, int] = {}
     training = frozenset(plan.replicas)
-    finer = _number(
-        {rank: (speeds[nodes[rank]], compute_scale.get(rank, 1.0), rank in training) for rank in ranks}
-    )
+    finer = _number({rank: (speeds[nodes[rank]], compute_scale.get(rank, 1.0), rank in training) for rank in ranks})
     while finer != role_of:
         role_of = finer
         parts: dict[int, list[Hashable]] = {rank: [role] for rank, role in role_of.items()}

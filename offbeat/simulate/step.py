@@ -51,9 +51,7 @@ def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float6
     for row, rank in zip(seconds, roles.representatives, strict=True):
         node, scale = plan.cluster.device_of(rank), costs.compute_scale.get(rank, 1.0)
         trains = rank in plan.replicas
-        row[:] = [
-            s.estimate(node.peak_flops, node.memory_bandwidth) * scale if trains else 0.0 for s in plan.segments
-        ]
+        row[:] = [s.estimate(node.peak_flops, node.memory_bandwidth) * scale if trains else 0.0 for s in plan.segments]
     return seconds
 
 
@@ -231,7 +229,9 @@ class Steps:
 
     def _slot(self, role: int, step: int, number: int) -> int:
         slot = self.program.slots[number]
-        return self._compute(role, step, None if self.serves[role] else slot.phase, slot.name, self.seconds[role][slot.segment])
+        return self._compute(
+            role, step, None if self.serves[role] else slot.phase, slot.name, self.seconds[role][slot.segment]
+        )
 
     def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
         """Waits for a component that was sent in step `sent`, and applies what every replica applies."""

@@ -80,7 +80,8 @@ def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, mode: st
     given = {"builder": builder, "options": OPTIONS.get(builder, {})}
     strategy = make_strategy(given, graph, CLUSTER, mode)
     owners = {shard.owner for config in strategy.variables.values() for shard in config.shards} - {None}
-    assert owners and owners <= set(CLUSTER.servers)
+    assert owners
+    assert owners <= set(CLUSTER.servers)
     expected = reference("everything", kind, WORKERS)
 
     def body(world: MemoryWorld, model: Any, optimizer: Any) -> float:
@@ -88,7 +89,8 @@ def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, mode: st
         return distance(model, expected)
 
     errors = run_job("everything", kind, strategy, body)
-    assert max(errors[:WORKERS]) <= TOLERANCE and errors[WORKERS:] == [None] * SERVERS
+    assert max(errors[:WORKERS]) <= TOLERANCE
+    assert errors[WORKERS:] == [None] * SERVERS
 
 
 @pytest.mark.parametrize("replicas", [(0, 2), (3, 1)])

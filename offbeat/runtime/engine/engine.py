@@ -76,7 +76,9 @@ class Engine:
         self.server: AsyncServer | None = None
         """This rank's side of asynchronous messages, where there are any."""
         if self.channels.direct is not None:
-            self.server = AsyncServer(self.channels.direct, self.synchronisers, self.owners.update_alone, training.plan.replicas)
+            self.server = AsyncServer(
+                self.channels.direct, self.synchronisers, self.owners.update_alone, training.plan.replicas
+            )
 
     def follow(self, plan: Plan) -> None:
         """Issues gradients in this plan's order from the next backward pass on; all else must be as before."""

@@ -128,9 +128,21 @@ class ServerLoads:
         order = sorted(self.bytes, key=lambda rank: self.bytes[rank] / self.speeds[rank])
         return list(islice(cycle(order), count))
 
+    def by_speed(self, sizes: Sequence[int]) -> list[int]:
+        """The server of each of these shards, one after another where it would be complete first."""
+        held, owners = dict(self.bytes), []
+        for size in sizes:
+            owners.append(min(held, key=lambda rank: (held[rank] + size) / self.speeds[rank]))
+            held[owners[-1]] += size
+        return owners
+
     def place(self, variable: Variable, parts: int) -> VariableConfig:
         """The variable in `parts` row shards of even size, each on one of the least loaded servers."""
-        return self.place_lengths(variable, even_lengths(rows(variable), parts), self.least(parts))
+        lengths = even_lengths(rows(variable), parts)
+        if len(set(self.speeds.values())) == 1:
+            return self.place_lengths(variable, lengths, self.least(parts))
+        row_bytes = variable.bytes // max(1, rows(variable))
+        return self.place_lengths(variable, lengths, self.by_speed([length * row_bytes for length in lengths]))
 
     def place_lengths(self, variable: Variable, lengths: Sequence[int], owners: Sequence[int]) -> VariableConfig:
         """The variable in row shards of these lengths, each on its owner."""

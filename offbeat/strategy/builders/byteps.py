@@ -28,4 +28,6 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", 
     def shards(variable: Variable) -> int:
         return min(len(ranks), rows(variable)) if variable.sparse else parts_within(variable, limit)
 
-    return Strategy(variables=served(graph, ranks, shards, server_speeds(cluster)), schedule=Schedule(policy="priority"))
+    return Strategy(
+        variables=served(graph, ranks, shards, server_speeds(cluster)), schedule=Schedule(policy="priority")
+    )
