@@ -50,7 +50,7 @@ def _check_tasks(plan: Plan) -> None:
                 raise PlanError(f"task {task.name} waits for the gradient of {name!r}, which no segment completes")
         seen.add(task.index)
         if not fits[task.ranks]:
-            raise PlanError(f"task {task.name} names ranks {task.ranks} that neither hold a replica nor own a message")
+            raise PlanError(f"task {task.name} names ranks {task.ranks} that hold no replica and own no message")
         if task.root is not None and task.root not in task.ranks:
             raise PlanError(f"task {task.name} has root {task.root} outside its ranks {task.ranks}")
 
