@@ -23,7 +23,7 @@ SERVERS = (4, 5)
 MODELS = {
     # A zoo name and options, and the seconds of paced compute.
     "vgg": ("vgg16", {"scale": 0.25, "batch": 8}, 0.3),
-    "bert": ("bert-base", {"scale": 0.25, "batch": 1}, 0.2),
+    "bert": ("bert_base", {"scale": 0.25, "batch": 1}, 0.2),
 }
 ALL_REDUCE = ("all_reduce", "ddp", "horovod", "overlap", "partitioned_all_reduce")
 SERVED = ("byteps", "partitioned_ps", "fast_servers")
