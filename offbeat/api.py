@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from offbeat.graph.skeleton import skeleton
 from offbeat.launch import this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
-from offbeat.runtime.distribute import Runtime
+from offbeat.runtime.distribute import Runtime, serve
 from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
@@ -26,6 +27,8 @@ NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 """Set by `offbeat run`: what "auto" stands for in this job."""
+SERVERS_VARIABLE = "OFFBEAT_SERVERS"
+"""Set by `offbeat run --servers`: the ranks that hold no replica, separated by commas."""
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
 MIN_BUCKET_BYTES = 2**18
@@ -68,6 +71,10 @@ def distribute(
     default they do if the first step leaves some out. `quiet` keeps the decisions of "auto" off rank 0's terminal, as
     the variable OFFBEAT_QUIET does; `model.offbeat.summary()` has them all the same.
 
+    On a rank that holds no replica, because the strategy's `replicas` leave it out or because it is one of the
+    cluster's servers, it keeps parameters for the others until they have ended, and then ends the process. "auto" is
+    `fast_servers` in a job with servers, and keeps that plan.
+
     A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
     whole output on every rank (`offbeat.runtime.sharded`).
     """
@@ -80,6 +87,8 @@ def distribute(
     join_job(timeout)
     world = torch_world(_group(process_group, device_mesh))
     cluster = cluster or _this_cluster(world)
+    if ranks := os.environ.get(SERVERS_VARIABLE):
+        cluster = cluster.with_servers(_server_ranks(ranks))
     if cluster.world_size != world.size:
         raise OffbeatError(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
@@ -108,14 +117,24 @@ def distribute(
 
         FsdpRuntime(model, optimizer, plan, world)
         return model, optimizer
+    if world.rank not in plan.replicas:
+        serve(model, optimizer, plan, timeout or timedelta(minutes=10), world)
+        sys.exit(0)
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
-    if strategy == "auto" and world.size > 1:
+    if strategy == "auto" and 1 < world.size == len(plan.replicas):
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 
         Tuner(runtime, graph, cluster)
     return model, optimizer
+
+
+def _server_ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise OffbeatError(f"{SERVERS_VARIABLE}: {text!r} is not a list of ranks such as 4,5") from None
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -175,6 +194,8 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
     short enough that there are some to choose from.
     """
+    if cluster.servers:
+        return build_strategy("fast_servers", graph, cluster)
     seconds, seconds_per_byte = fit_link(world.default_channel(), world.device) if world.size > 1 else (0.0, 0.0)
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:

@@ -94,6 +94,9 @@ def run(
         str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.", autocompletion=complete_strategy)
     ] = "auto",
     ranks: Ranks = 1,
+    servers: Annotated[
+        int, Option(min=0, help="Further ranks that hold no replica and keep parameters for the others.")
+    ] = 0,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
@@ -109,16 +112,26 @@ def run(
     with tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
+        if servers:
+            variables["OFFBEAT_SERVERS"] = ",".join(map(str, range(ranks, ranks + servers)))
         if inside_job():
+            if servers:
+                raise OffbeatError("--servers: under another launcher set OFFBEAT_SERVERS to their ranks, such as 4,5")
             from offbeat.profile.attach import run_script as run_here
 
             os.environ.update(variables)
             run_here(script[0], script[1:])
         else:
             with stdout_to_stderr(as_json):
-                code = run_script(script, ranks, variables, timeout)
+                code = run_script(script, ranks + servers, variables, timeout)
             if as_json:
-                facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "exit_code": code}
+                facts = {
+                    "script": script[0],
+                    "strategy": strategy,
+                    "ranks": ranks,
+                    "servers": servers,
+                    "exit_code": code,
+                }
                 print_json(facts | {"distributed": called.exists()})
             exit_if_failed(code, timeout)
         if not called.exists():

@@ -83,6 +83,8 @@ def _merged(nodes: tuple[Node, ...]) -> list[dict[str, Any]]:
 
 def _readable(part: Node | Link | CollectiveTable) -> dict[str, Any]:
     values = part.model_dump(exclude_none=True)
+    if values.get("role") == "worker":
+        del values["role"]
     return {field: _EXACT[field](value) if field in _EXACT else value for field, value in values.items()}
 
 

@@ -94,6 +94,8 @@ class Node(_Part):
     device: Label = "generic"
     """Kind of its devices, such as 'T4'."""
     devices: Count = 1
+    role: Literal["worker", "server"] = "worker"
+    """A server's processes hold no replica; they keep parameters for the others."""
     memory: Bytes = DEFAULT_MEMORY
     """Bytes of each device."""
     peak_flops: Flops = DEFAULT_PEAK_FLOPS

@@ -55,6 +55,8 @@ class ClusterSpec(BaseModel):
         total = sum(node.devices for node in named)
         if total > MAX_DEVICES:
             raise OffbeatError(f"{total} devices are more than the {MAX_DEVICES} a cluster may have")
+        if all(node.role == "server" for node in named):
+            raise OffbeatError("every node is a server, and none is left to train")
         return named
 
     @model_validator(mode="after")
@@ -86,6 +88,16 @@ class ClusterSpec(BaseModel):
     def world_size(self) -> int:
         """Devices of all nodes."""
         return self._first_ranks[-1]
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """Ranks that train, unless a strategy names its replicas."""
+        return tuple(rank for rank in range(self.world_size) if self.device_of(rank).role == "worker")
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """Ranks of the nodes that only keep parameters."""
+        return tuple(rank for rank in range(self.world_size) if self.device_of(rank).role == "server")
 
     @cached_property
     def total_price_per_hour(self) -> float | None:
@@ -221,6 +233,20 @@ class ClusterSpec(BaseModel):
             ),
         )
 
+    def with_servers(self, ranks: Iterable[int]) -> "ClusterSpec":
+        """The cluster in which these ranks hold no replica. A node that has both kinds becomes two."""
+        serving = set(ranks)
+        for rank in sorted(serving):
+            self.node_of(rank)
+        nodes: list[Node] = []
+        for index, node in enumerate(self.nodes):
+            kinds = [(role, len(list(run))) for role, run in groupby(rank in serving for rank in self.ranks_of(index))]
+            for number, (serves, devices) in enumerate(kinds):
+                changes = {"devices": devices, "role": "server" if serves else node.role}
+                name = node.name if number == 0 else f"{node.name}-servers{number}"
+                nodes.append(node.model_copy(update=changes | {"name": name}))
+        return self.replace(nodes=tuple(nodes))
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         # Pydantic's own would keep the tables built for the old nodes and skip the checks.
         return type(self)(**({field: getattr(self, field) for field in type(self).model_fields} | dict(update or {})))
@@ -232,7 +258,10 @@ class ClusterSpec(BaseModel):
         index = {node.name: position for position, node in enumerate(self.nodes)}
         return files.digest(
             {
-                "nodes": [node.model_dump(mode="json", exclude=labels) for node in self.nodes],
+                "nodes": [
+                    node.model_dump(mode="json", exclude=labels | ({"role"} if node.role == "worker" else set()))
+                    for node in self.nodes
+                ],
                 "links": [[*sorted((index[k.a], index[k.b])), k.bandwidth, k.latency] for k in self.links],
                 "tables": [table.model_dump(mode="json") for table in self.tables],
             }

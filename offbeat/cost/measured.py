@@ -221,7 +221,7 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
         seconds, _, overhead = costs.collective(task, links, in_flight)
         if in_flight > 1:
             seconds = max(0.0, seconds - overhead)
-        if len(task.ranks) == len(plan.replicas):
+        if len(task.ranks) == len(plan.participants):
             everyone += seconds
         else:
             for rank in task.ranks:

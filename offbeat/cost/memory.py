@@ -78,10 +78,10 @@ def peak_memory(plan: Plan, rank: int | None = None, *, runtime: Runtime = "offb
     """
     if rank is None:
         rank = plan.rank if plan.rank is not None else plan.replicas[0]
-    if rank not in plan.replicas:
-        raise OffbeatError(f"memory: rank {rank} holds no replica; the replicas are on ranks {list(plan.replicas)}")
+    if not 0 <= rank < plan.cluster.world_size:
+        raise OffbeatError(f"memory: rank {rank} is outside the cluster of {plan.cluster.world_size} ranks")
     held, at_step = _standing(plan, rank, runtime)
-    names, passing = _replay(plan, runtime)
+    names, passing = _replay(plan, runtime) if rank in plan.replicas else ((), {})
     totals = sum(passing.values(), np.zeros(len(names), np.int64))
     if at_step.total() >= totals.max(initial=0):
         held.update(at_step)
@@ -117,7 +117,7 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
         return held, at_step
     if len(plan.replicas) > 1:
         held["communication"] = sum(c.bytes for c in graph.constants if c.kind == "buffer")
-    for message in plan.messages:
+    for message in plan.messages if rank in plan.replicas else [m for m in plan.messages if m.owner == rank]:
         _add_message(held, at_step, message, plan, rank)
     return held, at_step
 

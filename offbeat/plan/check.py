@@ -24,17 +24,19 @@ def check(plan: Plan) -> None:
         _check_slices(message, tasks_of[message.index])
         if plan.rank is None:
             _check_exchange(plan, message, tasks_of[message.index])
-        elif not any(message.variables == task.delivers for task in tasks_of[message.index]):
+        elif plan.rank in plan.replicas and not any(
+            message.variables == task.delivers for task in tasks_of[message.index]
+        ):
             raise PlanError(f"message {message.index} never reaches rank {plan.rank}")
 
 
 def _check_tasks(plan: Plan) -> None:
-    """Each task comes after what it waits for, and its ranks hold replicas."""
+    """Each task comes after what it waits for, and its ranks hold replicas or own messages."""
     seen: set[int] = set()
     ready = {name for segment in plan.segments for name in segment.completes}
-    world, replicas = plan.cluster.world_size, frozenset(plan.replicas)
+    world, known = plan.cluster.world_size, frozenset(plan.participants)
     fits = {
-        ranks: replicas.issuperset(ranks) and len(set(ranks)) == len(ranks) and max(ranks) < world
+        ranks: known.issuperset(ranks) and len(set(ranks)) == len(ranks) and max(ranks) < world
         for ranks in {task.ranks for task in plan.tasks}
     }
     for task in plan.tasks:
@@ -48,7 +50,7 @@ def _check_tasks(plan: Plan) -> None:
                 raise PlanError(f"task {task.name} waits for the gradient of {name!r}, which no segment completes")
         seen.add(task.index)
         if not fits[task.ranks]:
-            raise PlanError(f"task {task.name} names ranks {task.ranks} that hold no replica of the {world} ranks")
+            raise PlanError(f"task {task.name} names ranks {task.ranks} that hold no replica and own no message")
         if task.root is not None and task.root not in task.ranks:
             raise PlanError(f"task {task.name} has root {task.root} outside its ranks {task.ranks}")
 
@@ -97,7 +99,7 @@ def _check_slices(message: Message, tasks: list[Task]) -> None:
 def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
     """Follows each replica's gradient through the stages to the updaters, and the result back to the replicas."""
     everyone = frozenset(plan.replicas)
-    holds = {rank: frozenset((rank,)) for rank in plan.replicas}
+    holds = {rank: everyone & {rank} for rank in plan.participants}
     updated: frozenset[int] = frozenset()
     for task in sorted((task for task in tasks if task.start == 0), key=lambda task: task.stage):
         if not updated and task.kind != "update":
@@ -115,5 +117,5 @@ def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
         if task.kind == "broadcast" and task.root not in updated:
             raise PlanError(f"task {task.name} sends parameters from rank {task.root}, which has none yet")
         updated |= frozenset(task.ranks)
-    if updated != everyone:
+    if not updated >= everyone:
         raise PlanError(f"message {message.index} never reaches ranks {sorted(everyone - updated)}")

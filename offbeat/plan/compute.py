@@ -16,7 +16,7 @@ def replicate(draft: Draft) -> None:
             f"the strategy splits {len(strategy.operators)} operators over devices; "
             f"this version lowers strategies that replicate the graph"
         )
-    draft.replicas = strategy.replicas or tuple(range(draft.cluster.world_size))
+    draft.replicas = strategy.replicas or draft.cluster.workers
     shares = strategy.weights or (1.0,) * len(draft.replicas)
     total = sum(shares)
     draft.weights = tuple(share / total for share in shares)

@@ -19,14 +19,15 @@ def lower(graph: ModelGraph, cluster: ClusterSpec, strategy: Strategy, rank: int
     """The plan of the whole cluster, or of one rank alone.
 
     A rank's part needs nothing but these three values, so that every process derives its own (AutoDist §2.3) and all of
-    them agree; it equals `lower(graph, cluster, strategy).for_rank(rank)`.
+    them agree; it equals `lower(graph, cluster, strategy).for_rank(rank)`. A rank that holds no replica has tasks for
+    what it owns only.
     """
     check_fits(strategy, graph, cluster)
     draft = Draft(graph, cluster, strategy, rank)
     for kernel in KERNELS:
         kernel(draft)
-    if rank is not None and rank not in draft.replicas:
-        raise StrategyError(f"rank {rank} holds no replica; the replicas are on ranks {list(draft.replicas)}")
+    if rank is not None and not 0 <= rank < cluster.world_size:
+        raise StrategyError(f"rank {rank} is outside the cluster of {cluster.world_size} ranks")
     plan = Plan(
         graph=graph,
         cluster=cluster,

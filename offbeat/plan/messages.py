@@ -81,7 +81,8 @@ def make_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -
 def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -> tuple[Stage, ...]:
     """Gradients go up to the owner, through the stations where there are any; parameters come back the same way.
 
-    A node with a station and more than one replica reduces to it first; the owner is its own node's station.
+    A node with a station and more than one replica reduces to it first; an owner with a replica is its own node's
+    station. An owner without one adds nothing to the sum.
     """
     owner = shard.owner
     assert owner is not None
@@ -89,11 +90,15 @@ def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec
     for rank in replicas:
         on_node.setdefault(cluster.node_of(rank), []).append(rank)
     station_of = {cluster.node_of(station): station for station in shard.stations}
-    if cluster.node_of(owner) in station_of:
+    if owner in replicas and cluster.node_of(owner) in station_of:
         station_of[cluster.node_of(owner)] = owner
-    local = tuple((tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node[n]) > 1)
+    local = tuple(
+        (tuple(on_node[n]), station) for n, station in sorted(station_of.items()) if len(on_node.get(n, ())) > 1
+    )
     through = {rank: station for ranks, station in local for rank in ranks}
     top = tuple(dict.fromkeys(through.get(rank, rank) for rank in (shard.reduction_order or replicas)))
+    if owner not in replicas:
+        top = (*top, owner)
     summed = shard.synchronizer == "parameter_server" and not shard.encoder.gathered
     up: TaskKind = "reduce" if summed else "gather"
     levels = [groups for groups in (local, ((top, owner),) if len(top) > 1 or not local else ()) if groups]

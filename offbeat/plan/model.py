@@ -184,6 +184,12 @@ class Plan:
 
         return program_of(self)
 
+    @cached_property
+    def participants(self) -> tuple[int, ...]:
+        """The replicas, and the ranks that own parts of messages without holding one."""
+        owners = sorted({m.owner for m in self.messages if m.owner is not None} - set(self.replicas))
+        return (*self.replicas, *owners)
+
     @property
     def issue_order(self) -> tuple[tuple[int, int], ...]:
         """The slices of gradients in the order in which they leave: message and first element of each.

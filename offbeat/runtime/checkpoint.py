@@ -6,14 +6,15 @@ every rank must call `optimizer.state_dict()`, and every rank gets the whole.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.retime import largest
-from offbeat.runtime.unit_optimizer import Unit
+from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 
 Held = tuple[Unit, dict[str, Any]]
 """A unit and the optimizer's state for it."""
@@ -44,6 +45,12 @@ def gather_state(engine: Engine) -> dict[str, Any]:
     if not spread:
         return whole
     held = _held(engine)
+    engine.owners.tell("state")
+    commands = engine.channels.commands
+    if commands is not None:
+        for server in commands.servers:
+            for name, tensor, box, state in commands.receive(server):
+                held[name].append((Unit(engine.parameters[name], tensor, None, box), state))
     mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
     # What this rank holds nothing of, another may.
     kinds = {name: keys for one in engine.channels.world.all_gather_object(mine) for name, keys in one.items()}
@@ -61,19 +68,25 @@ def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
     """Loads a single device's state dict: every rank keeps what it updates."""
     engine.settle_all()
     base = engine.training.optimizer
+    engine.owners.tell("load", state=whole)
     engine.training.optimizer_class.load_state_dict(base, whole)
     _densify(engine)
-    for optimizer in engine.updates.optimizers():
+    keep_parts(engine.updates.optimizers(), base)
+    kept = {id(u.tensor) for o in engine.updates.optimizers() if not o.own_state for u in o.units}
+    for name in _spread_variables(engine):
+        if id(engine.parameters[name]) not in kept:
+            base.state.pop(engine.parameters[name], None)
+
+
+def keep_parts(optimizers: Iterable[UnitOptimizer], base: Optimizer) -> None:
+    """Gives optimizers of pieces their parts of the state that `base` has loaded."""
+    for optimizer in optimizers:
         if not optimizer.own_state:
             optimizer.optimizer.state = base.state
             continue
         for unit in optimizer.units:
             state = base.state.get(unit.parameter, {})
             optimizer.optimizer.state[unit.tensor] = {key: _part(unit, key, value) for key, value in state.items()}
-    kept = {id(u.tensor) for o in engine.updates.optimizers() if not o.own_state for u in o.units}
-    for name in _spread_variables(engine):
-        if id(engine.parameters[name]) not in kept:
-            base.state.pop(engine.parameters[name], None)
 
 
 def _densify(engine: Engine) -> None:

@@ -28,6 +28,7 @@ from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
 from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
+from offbeat.runtime.server import Server
 from offbeat.runtime.structure import Structure, watch_structure
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
 from offbeat.strategy import transfer
@@ -86,8 +87,8 @@ class Runtime:
         """The channels of all plans so far."""
         self.parameters = variables_of(model, plan)
         mode, reason = self._check(plan)
-        self.world.watch(plan.replicas)
-        share_state([*model.parameters(), *model.buffers()], self.world)
+        self.world.watch(range(self.world.size))
+        share_state([*model.parameters(), *model.buffers()], self.world, plan.replicas[0])
         self._attach(plan, mode, reason)
         self.undo = apply_memory_strategy(model, plan.strategy, lambda: self.engine)
         self._mix_in()
@@ -156,6 +157,8 @@ class Runtime:
         Every rank must call it between two steps, with the same plan.
         """
         before = self.plan.strategy
+        if len(self.plan.replicas) < self.world.size:
+            raise StrategyError("a job with servers that hold no replica keeps its plan and its model")
         for aspect in ("recompute", "fusion", "accumulation"):
             if getattr(plan.strategy, aspect) != getattr(before, aspect):
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
@@ -223,7 +226,7 @@ class Runtime:
         log.info("offbeat plans anew: the training loop has changed the model or its optimizer")
         known = set(map(id, self.structure.parameters))
         new = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
-        share_state(new, self.world)
+        share_state(new, self.world, self.plan.replicas[0])
         self.buffers.due |= bool(new)
         self.switch(lower(graph, self.plan.cluster, strategy, rank=self.plan.rank))
         for hook in self.refit_hooks:
@@ -245,7 +248,16 @@ class Runtime:
             engine.set_mode("deferred", "updates wait until a module needs them")
         # Asynchronous messages have no order, and their ranks must not wait for each other.
         ordered = any(not message.asynchronous for message in self.plan.messages)
+<<<<<<< HEAD
         if not self.plan.strategy.schedule.pinned and len(self.plan.replicas) > 1 and ordered:
+=======
+        if (
+            self.plan.strategy.schedule.policy != "explicit"
+            and len(self.plan.replicas) > 1
+            and ordered
+            and self.world.size == len(self.plan.replicas)
+        ):
+>>>>>>> h-servers
             self.link = self.link or fit_link(engine.channels.control, self.device)
             self.retimer = Retimer(engine, self.gate.watched.order, self.device, self.link)
             self.step_hooks.append(self.retimer.after_step)
@@ -287,6 +299,19 @@ class Runtime:
         plain.state = defaultdict(dict)
         plain.load_state_dict(state)
         return plain
+
+
+def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: timedelta, world: World) -> None:
+    """Keeps parameters for the replicas until they have ended, on a rank that holds none."""
+    check_unwrapped(model)
+    parameters = variables_of(model, plan)
+    if next(iter(parameters.values())).device.type != "cpu":
+        raise StrategyError(f"rank {plan.rank} holds no replica: such a server keeps its model on the CPU, on gloo")
+    _check_messages(plan, type(optimizer), torch.device("cpu"))
+    check_ranks_agree(plan, world)
+    world.watch(range(world.size))
+    share_state([*model.parameters(), *model.buffers()], world, plan.replicas[0])
+    Server(model, optimizer, parameters, plan, timeout, world).serve()
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
@@ -355,18 +380,18 @@ def check_ranks_agree(plan: Plan, world: World) -> None:
     key = f"offbeat/agreement/{world.next_generation()}"
     mine = f"{plan.graph.signature} {plan.strategy.digest}"
     world.set(f"{key}/{plan.rank}", mine.encode())
-    first, *others = ((rank, world.get(f"{key}/{rank}").decode()) for rank in plan.replicas)
+    first, *others = ((rank, world.get(f"{key}/{rank}").decode()) for rank in range(world.size))
     for rank, theirs in others:
         if theirs != first[1]:
             what = "model" if theirs.split()[0] != first[1].split()[0] else "strategy"
             raise StrategyError(f"rank {rank} has another {what} than rank {first[0]}")
 
 
-def share_state(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """Gives every rank the values of rank 0."""
+def share_state(tensors: Iterable[torch.Tensor], world: World, root: int) -> None:
+    """Gives every rank the values of one."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor.numel():
                 contiguous = tensor.detach().contiguous()
-                world.broadcast(contiguous, 0)
+                world.broadcast(contiguous, root)
                 tensor.copy_(contiguous)

@@ -39,14 +39,14 @@ class Roles:
 
 def find_roles(plan: Plan, compute_scale: Mapping[int, float], fold: bool = True) -> Roles:
     """The roles of a plan; with `fold` off every rank is its own."""
-    replicas = plan.replicas if plan.rank is None else (plan.rank,)
-    role_of = _fold(plan, replicas, compute_scale) if fold else _number({rank: rank for rank in replicas})
+    ranks = plan.participants if plan.rank is None else (plan.rank,)
+    role_of = _fold(plan, ranks, compute_scale) if fold else _number({rank: rank for rank in ranks})
     members: dict[int, list[int]] = defaultdict(list)
     for rank, role in role_of.items():
         members[role].append(rank)
     grouped: dict[tuple[tuple[int, ...], int, int, int, str, int], list[Task]] = defaultdict(list)
     for task in plan.tasks:
-        if len(task.ranks) == len(plan.replicas):
+        if len(task.ranks) == len(plan.participants):
             taking_part = tuple(members)
         else:
             taking_part = tuple(sorted({role_of[rank] for rank in task.ranks if rank in role_of}))
@@ -56,19 +56,20 @@ def find_roles(plan: Plan, compute_scale: Mapping[int, float], fold: bool = True
     return Roles(tuple(tuple(ranks) for ranks in members.values()), exchanges)
 
 
-def _fold(plan: Plan, replicas: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
+def _fold(plan: Plan, ranks: tuple[int, ...], compute_scale: Mapping[int, float]) -> dict[int, int]:
     """Roles by speed of computing and of the link, split by their parts in collectives and by their partners' roles
     until no role splits any more."""
     speeds = [(node.peak_flops, node.memory_bandwidth, node.bandwidth) for node in plan.cluster.nodes]
     nodes = plan.cluster.node_of_rank
     role_of: dict[int, int] = {}
-    finer = _number({rank: (speeds[nodes[rank]], compute_scale.get(rank, 1.0)) for rank in replicas})
+    training = frozenset(plan.replicas)
+    finer = _number({rank: (speeds[nodes[rank]], compute_scale.get(rank, 1.0), rank in training) for rank in ranks})
     while finer != role_of:
         role_of = finer
         parts: dict[int, list[Hashable]] = {rank: [role] for rank, role in role_of.items()}
         for task in plan.tasks:
             key = (task.message, task.stage, task.start, task.kind)
-            if len(task.ranks) < len(plan.replicas):
+            if len(task.ranks) < len(plan.participants):
                 roles = tuple(sorted(role_of.get(rank, -1) for rank in task.ranks))
                 for rank in task.ranks:
                     if rank in parts:

@@ -46,11 +46,12 @@ class StepTask(NamedTuple):
 
 
 def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float64]:
-    """Compute seconds of each role (row) in each segment (column)."""
+    """Compute seconds of each role (row) in each segment (column); a role without a replica computes nothing."""
     seconds = np.empty((len(roles.ranks), len(plan.segments)))
     for row, rank in zip(seconds, roles.representatives, strict=True):
         node, scale = plan.cluster.device_of(rank), costs.compute_scale.get(rank, 1.0)
-        row[:] = [s.estimate(node.peak_flops, node.memory_bandwidth) * scale for s in plan.segments]
+        trains = rank in plan.replicas
+        row[:] = [s.estimate(node.peak_flops, node.memory_bandwidth) * scale if trains else 0.0 for s in plan.segments]
     return seconds
 
 
@@ -97,6 +98,10 @@ class Steps:
         self.edges: list[tuple[int, int]] = []
         self.host = [-1] * len(roles.ranks)
         """Last compute task of each role."""
+        self.serves = [rank not in plan.replicas for rank in roles.representatives]
+        """Roles that hold no replica."""
+        self.lead = next((role for role, ranks in enumerate(roles.ranks) if plan.replicas[0] in ranks), 0)
+        """The role of the first replica, which tells servers when a step ends."""
         self.program = plan.program
         self.seconds = segment_seconds(plan, costs, roles).tolist()
         self.updates = message_updates(plan)
@@ -224,13 +229,18 @@ class Steps:
 
     def _slot(self, role: int, step: int, number: int) -> int:
         slot = self.program.slots[number]
-        return self._compute(role, step, slot.phase, slot.name, self.seconds[role][slot.segment])
+        return self._compute(
+            role, step, None if self.serves[role] else slot.phase, slot.name, self.seconds[role][slot.segment]
+        )
 
     def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
         """Waits for a component that was sent in step `sent`, and applies what every replica applies."""
         first = component.messages[0]
         arrived = self._arrived(role, sent - component.staleness, component.messages)
         if component.asynchronous or not arrived:
+            return
+        if self.serves[role]:
+            self._compute(role, step, None, "wait", 0.0, arrived)
             return
         if component.slices and self.costs.portions:
             elements = self.plan.messages[first].elements
@@ -329,11 +339,13 @@ class Steps:
         """What `step()` does: owners' updates and returning parameters; in barrier mode everything."""
         roles, barrier = range(len(self.roles.ranks)), self.program.barrier
         mine = [self.plan.messages[index] for index in self.program.whole]
-        for role in roles if barrier and mine else ():
+        for role in (role for role in roles if barrier and mine and not self.serves[role]):
             arrived = [task for m in mine for task in self._arrived(role, step - m.staleness, [m.index])]
             self._compute(role, step, None, "wait", 0.0, arrived)
             seconds = self._update_seconds(self.program.whole, 1 / self.plan.shards)
             self._compute(role, step, "optimizer", "optimizer", seconds)
+        for role in (role for role in roles if self.serves[role]):
+            self._compute(role, step, None, "wait", 0.0, [self.host[self.lead]])
         for position in self.tail:
             exchange = self.roles.exchanges[position]
             message = self.plan.messages[exchange.task.message]

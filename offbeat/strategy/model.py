@@ -297,7 +297,8 @@ class Strategy(_Frozen):
     cluster: str = ""
     """Digest of the cluster it was made for; '' fits any cluster with these ranks."""
     replicas: tuple[Rank, ...] = ()
-    """Every rank of the cluster, in the order of `weights`; () is ascending order."""
+    """The ranks that train, in the order of `weights`; () is every worker of the cluster, ascending. Other ranks may
+    be servers, and do nothing else."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Share of each replica in the average, for replicas with unequal batches; () is equal shares."""
     accumulation: Annotated[int, Field(ge=1)] = 1

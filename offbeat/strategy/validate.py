@@ -9,6 +9,8 @@ from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.model import SERVERS, FullyShard, Shard, Strategy, VariableConfig
 from offbeat.units import quote
 
+_SERVED_ENCODERS = ("none", "fp16", "bf16")
+"""Encoders whose sum a server without a replica can take: others keep state that follows the replicas'."""
 _SPARSE = ("sparse_all_gather", "sparse_parameter_server")
 
 
@@ -32,7 +34,7 @@ def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Str
         if name in graph.variable_index:
             shards = tuple(_wrap_ranks(shard, cluster) for shard in config.shards)
             wrapped = config.model_copy(update={"shards": shards})
-            if not any(_variable_problems(graph.variable(name), wrapped, cluster)):
+            if not any(_variable_problems(graph.variable(name), wrapped, cluster, cluster.workers)):
                 kept[name] = wrapped
     return strategy.model_copy(
         update={
@@ -107,10 +109,9 @@ def _problems(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> It
         yield f"the strategy was made for {made}, not for {here}; offbeat.transfer carries it over"
     world = cluster.world_size
     yield from _outside(strategy.replicas, world, "replicas")
-    if strategy.replicas and len(strategy.replicas) < world:
-        yield f"replicas: {quote(list(strategy.replicas))} leaves out some of the cluster's {world} ranks"
-    if strategy.weights and len(strategy.weights) != world:
-        yield f"{len(strategy.weights)} weights are given for {world} replicas"
+    replicas = strategy.replicas or cluster.workers
+    if strategy.weights and len(strategy.weights) != len(replicas):
+        yield f"{len(strategy.weights)} weights are given for {len(replicas)} replicas"
     modules = _module_paths(graph)
     for path in (*strategy.recompute, *(path for region in strategy.fusion for path in region)):
         if path not in modules:
@@ -124,11 +125,13 @@ def _problems(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> It
         if name not in graph.variable_index:
             yield f"variables: the model {graph.name!r} has no trainable variable {quote(name)}"
         else:
-            for problem in _variable_problems(graph.variable(name), config, cluster):
+            for problem in _variable_problems(graph.variable(name), config, cluster, replicas):
                 yield f"variable {name!r}: {problem}"
 
 
-def _variable_problems(variable: Variable, config: VariableConfig, cluster: ClusterSpec) -> Iterator[str]:
+def _variable_problems(
+    variable: Variable, config: VariableConfig, cluster: ClusterSpec, replicas: tuple[int, ...]
+) -> Iterator[str]:
     partition, shape = config.partition, list(variable.shape)
     if partition and len(partition) != len(shape):
         yield f"partition {list(partition)} has {len(partition)} axes, the variable has shape {shape}"
@@ -138,7 +141,7 @@ def _variable_problems(variable: Variable, config: VariableConfig, cluster: Clus
         if config.cuts and config.cuts[axis] and config.cuts[axis][-1] >= length:
             yield f"cut {config.cuts[axis][-1]} lies outside axis {axis} of {length} elements"
     for shard in config.shards:
-        yield from _rank_problems(shard, cluster)
+        yield from _rank_problems(shard, cluster, replicas)
         if shard.synchronizer in _SPARSE:
             if not variable.sparse:
                 yield f"{shard.synchronizer} needs a sparse gradient, this one is dense"
@@ -151,15 +154,20 @@ def _variable_problems(variable: Variable, config: VariableConfig, cluster: Clus
                 yield f"factor_broadcast needs the whole variable, not {config.shard_count} shards"
 
 
-def _rank_problems(shard: Shard, cluster: ClusterSpec) -> Iterator[str]:
+def _rank_problems(shard: Shard, cluster: ClusterSpec, replicas: tuple[int, ...]) -> Iterator[str]:
     world = cluster.world_size
     for field in ("placement", "stations", "reduction_order"):
         yield from _outside(getattr(shard, field), world, field)
-    if shard.reduction_order and len(shard.reduction_order) != world:
+    if shard.reduction_order and sorted(shard.reduction_order) != sorted(replicas):
         yield f"reduction_order {list(shard.reduction_order)} does not name every replica once"
     if len({cluster.node_of(rank) for rank in shard.stations}) != len(shard.stations):
         yield f"stations {list(shard.stations)} name two ranks of one node"
-    if shard.synchronizer not in SERVERS and shard.placement and len(shard.placement) != world:
+    apart = next((rank for rank in shard.stations if rank not in replicas), None)
+    if apart is not None:
+        yield f"station {apart} holds no replica"
+    if shard.owner is not None and shard.owner not in replicas and shard.encoder.name not in _SERVED_ENCODERS:
+        yield f"encoder {shard.encoder.name!r} needs a server that holds a replica, which rank {shard.owner} does not"
+    if shard.synchronizer not in SERVERS and shard.placement and len(shard.placement) != len(replicas):
         yield f"{shard.synchronizer} places the shard on every replica; leave placement out"
 
 

@@ -273,7 +273,6 @@ def test_a_truncated_file_names_itself(tmp_path: Path):
         ),
         (Strategy(cluster="0" * 16), "the strategy was made for cluster 0000000000000000, not for 'homogeneous'"),
         (Strategy(replicas=(0, 4)), "replicas: rank 4 is outside the cluster of 4 ranks"),
-        (Strategy(replicas=(2, 0)), "replicas: [2, 0] leaves out some of the cluster's 4 ranks"),
         (Strategy(weights=(1.0, 2.0)), "2 weights are given for 4 replicas"),
         (Strategy(recompute=("layers.9",)), "the model has no module 'layers.9' to recompute or fuse"),
         (Strategy(fusion=(("layers.0", "x"),)), "the model has no module 'x' to recompute or fuse"),

@@ -7,6 +7,7 @@ its collectives in the order in which they are put in; every rank puts them in i
 from datetime import timedelta
 
 from offbeat.plan import Plan
+from offbeat.runtime.comm.commands import PATIENCE, Commands
 from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.protocol import Channel, World
 
@@ -30,10 +31,15 @@ class Channels:
         for key in sorted(_wanted(plan) - opened.keys()):
             way, ranks, in_flight, credit = key
             name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
-            channel = world.open_channel(name, ranks, in_flight, timeout)
+            channel = world.open_channel(name, ranks, in_flight, PATIENCE if way == "command" else timeout)
             opened[key] = channel if credit is None else CreditChannel(channel, credit)
-        self.control = opened["control", everyone, self.limits[0], None]
-        self.direct = opened.get(("direct", everyone, self.limits[0], None))
+        told = opened.get(("command", (everyone[0], *_apart(plan)), self.limits[0], None))
+        self.commands = None if told is None else Commands(told)
+        """The first replica's way to ranks that hold none; None on other replicas."""
+        control = opened["control", everyone, self.limits[0], None] if plan.rank in everyone else told
+        assert control is not None
+        self.control = control
+        self.direct = opened.get(("direct", plan.participants, self.limits[0], None))
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
         """For gradients on their way to who applies them."""
@@ -56,11 +62,21 @@ class Channels:
 
 def _wanted(plan: Plan) -> set[Key]:
     everyone, schedule = tuple(plan.replicas), plan.strategy.schedule
-    wanted: set[Key] = {("control", everyone, schedule.in_flight, None)}
+    apart, wanted = _apart(plan), set[Key]()
+    if plan.rank in everyone:
+        wanted.add(("control", everyone, schedule.in_flight, None))
+    if apart and plan.rank in (everyone[0], *apart):
+        wanted.add(("command", (everyone[0], *apart), schedule.in_flight, None))
     for task in plan.communication:
         if len(task.ranks) > 1:
             returns = task.delivers and not plan.messages[task.message].replicated
             wanted.add(("back" if returns else "up", task.ranks, schedule.in_flight, schedule.credit_bytes))
-    if any(message.asynchronous for message in plan.messages) and len(everyone) > 1:
-        wanted.add(("direct", everyone, schedule.in_flight, None))
+    asynchronous = any(message.asynchronous for message in plan.messages)
+    if asynchronous and len(plan.participants) > 1 and plan.rank in plan.participants:
+        wanted.add(("direct", plan.participants, schedule.in_flight, None))
     return wanted
+
+
+def _apart(plan: Plan) -> tuple[int, ...]:
+    """The ranks that hold no replica."""
+    return tuple(rank for rank in range(plan.cluster.world_size) if rank not in plan.replicas)

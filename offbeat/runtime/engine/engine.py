@@ -13,6 +13,7 @@ and `step()` (clipping, a gradient scaler) sees the averaged ones and moves the 
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -75,7 +76,9 @@ class Engine:
         self.server: AsyncServer | None = None
         """This rank's side of asynchronous messages, where there are any."""
         if self.channels.direct is not None:
-            self.server = AsyncServer(self.channels.direct, self.synchronisers, self.owners.update_alone)
+            self.server = AsyncServer(
+                self.channels.direct, self.synchronisers, self.owners.update_alone, training.plan.replicas
+            )
 
     def follow(self, plan: Plan) -> None:
         """Issues gradients in this plan's order from the next backward pass on; all else must be as before."""
@@ -90,6 +93,7 @@ class Engine:
         self.began = self.reports.now()
         self.updates.settle_all()
         self.gradients.backward_begins()
+        self.owners.tell("backward")
         self.head = 0
         self.missing = list(self.plan.program.awaited)
         self.loaded = [False] * len(self.synchronisers)
@@ -267,15 +271,24 @@ class Engine:
         """Waits for what is on the wire until `deadline` (time.monotonic), drops it, ends threads and connections."""
         if self.server is not None and not script_failed():
             # A rank that has failed says no farewell, so that those whom it sent gradients to learn of it.
+            self._say_farewell()
             self.server.close(deadline)
+        elif not script_failed():
+            self._say_farewell()
         self.channels.close(deadline)
         if self.server is not None:
             # Without connections its threads come to an end.
             self.server.join(time.monotonic() + 1.0)
 
+    def _say_farewell(self) -> None:
+        """Lets servers end; they may have, or the connection."""
+        with suppress(RuntimeError):
+            self.owners.tell("end")
+
     def detach(self) -> None:
         """Takes every hook off the model again, and makes its parameters plain."""
         self.drain()
+        self._say_farewell()
         if self.server is not None:
             self.server.close()
         hooks = [handle for synchroniser in self.synchronisers for handle in synchroniser.handles]

@@ -167,6 +167,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Waits for the gradients that are on their way, and forgets them."""
+        self.owners.tell("discard")
         self.owners.prepare()
         for synchroniser in self.training.synchronisers:
             if synchroniser.replicated and not synchroniser.relaxed:

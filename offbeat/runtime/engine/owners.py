@@ -4,13 +4,16 @@ Further reductions, the owners' updates, and the parameters' way back. Where the
 `step()`, the reductions run then and owners send the averages to everybody.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from offbeat.plan import Task
 from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
+from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync import Synchroniser
 from offbeat.runtime.unit_optimizer import UnitOptimizer
+from offbeat.torch_private import version_of
 
 Apply = Callable[[UnitOptimizer, Synchroniser], None]
 """Steps an optimizer with the averaged gradients of a message."""
@@ -30,12 +33,55 @@ class Owners:
         """Whether `prepare` and `reduce` have run since the last backward pass began."""
         self.optimizers: dict[int, UnitOptimizer] = {}
         """For what this rank owns, by message, with its own optimizer state."""
+        self.commands = training.channels.commands
+        """Where this rank tells servers that hold no replica what comes next; None elsewhere."""
+        self.versions: dict[int, list[int]] = {}
+        """Of the parameters of each message that a server without a replica owns, as it sent them."""
         for synchroniser in training.synchronisers:
             if not synchroniser.replicated:
                 synchroniser.hold_values(aliased)
+                self.received(synchroniser)
                 optimizer = training.optimizer_of(synchroniser.units())
                 if optimizer is not None:
                     self.optimizers[synchroniser.message.index] = optimizer
+
+    def tell(self, command: str, **facts: Any) -> None:
+        """Lets servers that hold no replica do their part of what follows."""
+        if self.commands is not None and self.commands.leads:
+            with explain(self.training.plan, what="the servers"):
+                self.commands.tell(command, **facts)
+
+    def tell_step(self, unused: Collection[int], published: bool) -> None:
+        """Lets servers apply this step: with the present hyperparameters, and what the training loop has changed."""
+        if self.commands is None or not self.commands.leads:
+            return
+        names = {id(parameter): name for name, parameter in self.training.parameters.items()}
+        served = {name for each in self._apart() for name in each.message.variables}
+        changed = {
+            names[id(parameter)]: parameter.detach()
+            for each in self._apart()
+            for parameter, version in zip(each.parameters, self.versions.get(each.message.index, ()), strict=False)
+            if version_of(parameter) != version
+        }
+        gradients = {name: raw_gradient(self.training.parameters[name]) for name in sorted(served)}
+        self.tell(
+            "step",
+            groups=[{k: v for k, v in g.items() if k != "params"} for g in self.training.optimizer.param_groups],
+            unused=[names[each] for each in unused],
+            values=changed,
+            gradients=gradients if published else None,
+        )
+
+    def _apart(self) -> list[Synchroniser]:
+        """Messages that a server without a replica owns."""
+        replicas = self.training.plan.replicas
+        owned = (each for each in self.training.synchronisers if each.message.owner is not None)
+        return [each for each in owned if each.message.owner not in replicas]
+
+    def received(self, synchroniser: Synchroniser) -> None:
+        """Notes how the parameters of a message came back, to find out whether the training loop changes them."""
+        if self.commands is not None:
+            self.versions[synchroniser.message.index] = [version_of(p) for p in synchroniser.parameters]
 
     def prepare(self) -> None:
         """Runs the rounds that updates need, in one order on all ranks and before any rank waits for an owner."""
@@ -47,6 +93,8 @@ class Owners:
 
     def reduce(self) -> None:
         """Runs the reductions of the tail, without the updates."""
+        if not self.reduced:
+            self.tell("reduce")
         self.prepare()
         if not self.reduced:
             self.reduced = True
@@ -77,6 +125,7 @@ class Owners:
 
     def publish(self, synchroniser: Synchroniser) -> None:
         """Sends a message's averaged gradient to every replica."""
+        self.tell("publish", message=synchroniser.message.index)
         delivering = [t for t in self.tail if t.message == synchroniser.message.index and t.delivers]
         with explain(self.training.plan, synchroniser):
             synchroniser.publish(delivering)

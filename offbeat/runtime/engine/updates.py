@@ -66,6 +66,10 @@ class Updates:
             optimizer.refresh()
         if self.outside is not None:
             self.apply(self.outside)
+        if self.owners.commands is not None:
+            dropped = self.gradients.dropped
+            unused = self.gradients.unused_parameters() if dropped is None else dropped
+            self.owners.tell_step(unused, published=self.owners.reduced)
         self.owners.run(self.apply)
         for component in self.components:
             component.settled = component.relaxed
@@ -144,6 +148,7 @@ class Updates:
                 if not synchroniser.replicated:
                     with explain(self.training.plan, synchroniser):
                         synchroniser.receive()
+                    self.owners.received(synchroniser)
         if component.optimizer is not None:
             with self.reports.local("update", component.messages):
                 component.optimizer.find_pieces()
@@ -164,6 +169,7 @@ class Updates:
                 synchroniser.arrive()
                 self.owners.run_stale(synchroniser.message.index, self.apply)
                 synchroniser.receive()
+            self.owners.received(synchroniser)
         for parameter in component.parameters:
             component.hidden.add(id(parameter))
             set_gradient(parameter, None)
@@ -176,6 +182,7 @@ class Updates:
     def drain(self) -> None:
         """Applies everything, stale messages too, so that all replicas are equal; every rank must call it."""
         self.settle_all()
+        self.owners.tell("drain")
         for component in self.components:
             while component.stale and component.stale[0].flying:
                 self._apply_stale(component)

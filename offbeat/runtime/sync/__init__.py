@@ -28,11 +28,21 @@ _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 
 
 def make_synchroniser(message: Message, training: "Training") -> Synchroniser:
-    """The message's, on the plan's rank."""
+    """The message's, on the plan's rank; a rank with neither a replica nor the message takes no part in it."""
+    rank = training.plan.rank
+    assert rank is not None
+    if rank not in training.plan.replicas and message.owner != rank:
+        return Synchroniser(message, training.parameters, training.channels, rank, 0.0)
+    return _taking_part(message, training, rank)
+
+
+def _taking_part(message: Message, training: "Training", rank: int) -> Synchroniser:
     plan, parameters = training.plan, training.parameters
-    assert plan.rank is not None
-    me = plan.replicas.index(plan.rank)
-    common = (message, parameters, training.channels, plan.rank, plan.weights[me])
+    me, share = 0, 0.0
+    if rank in plan.replicas:
+        me = plan.replicas.index(rank)
+        share = plan.weights[me]
+    common = (message, parameters, training.channels, rank, share)
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
     shapes = [piece.shape for piece in message.pieces]

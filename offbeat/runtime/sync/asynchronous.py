@@ -8,7 +8,7 @@ replicas moves the parameters about as far as one synchronous step.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -40,7 +40,14 @@ class AsyncMessage(ServerSynchroniser):
 class AsyncServer:
     """One rank's side of all asynchronous messages: it serves what it owns and exchanges the rest."""
 
-    def __init__(self, channel: Channel, synchronisers: list[Synchroniser], update: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        synchronisers: list[Synchroniser],
+        update: Callable[[int], None],
+        replicas: Collection[int],
+    ) -> None:
+        """Gradients come from `replicas`."""
         self.channel = channel
         self.update = update
         me = channel.ranks[channel.index]
@@ -49,11 +56,11 @@ class AsyncServer:
             if each.message.asynchronous and each.message.owner is not None:
                 held[each.message.owner].append(cast(AsyncMessage, each))
         self.owned = held.pop(me, [])
-        self.remote = held
+        self.remote = held if me in replicas else {}
         """Messages that other ranks own, by their owner."""
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
-        peers = [rank for rank in channel.ranks if rank != me] if self.owned else []
+        peers = [rank for rank in replicas if rank != me] if self.owned else []
         self.threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in peers]
         for thread in self.threads:
             thread.start()

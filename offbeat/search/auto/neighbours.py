@@ -121,7 +121,7 @@ def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs
         choices[variable.name] = sampler.choice(variable, synchronizer)
     shards = [shard for config in configs.values() for shard in config.shards]
     one_each = {shard.owner for shard in shards if shard.owner is not None} <= set(sampler.node_servers)
-    servers = sampler.node_servers if one_each else tuple(range(sampler.cluster.world_size))
+    servers = sampler.node_servers if one_each else sampler.cluster.servers or sampler.cluster.workers
     return sampler.placed(configs, choices, servers, next((s.stations for s in shards if s.stations), ()))
 
 

@@ -111,7 +111,7 @@ class Sampler:
         served, factors = random.random() < (0.5 if variable.sparse else served_share), random.random()
         if variable.sparse:
             return "sparse_parameter_server" if served else "sparse_all_gather"
-        if factors < self.space.factor_share and factors_win(variable, self.cluster.world_size):
+        if factors < self.space.factor_share and factors_win(variable, len(self.cluster.workers)):
             return "factor_broadcast"
         if served:
             return "parameter_server"
@@ -124,7 +124,7 @@ class Sampler:
         found: list[Synchronizer] = ["all_reduce", "parameter_server"]
         if self.space.sharded_share:
             found.append("sharded")
-        if self.space.factor_share and factors_win(variable, self.cluster.world_size):
+        if self.space.factor_share and factors_win(variable, len(self.cluster.workers)):
             found.append("factor_broadcast")
         return tuple(found)
 
@@ -214,7 +214,7 @@ class Sampler:
         several replicas, which then reduce among themselves first."""
         one_each, via_stations = self.random.random() < 0.5, self.random.random() < 0.5
         stations = tuple(ranks[0] for ranks in self.node_ranks if len(ranks) > 1)
-        servers = self.node_servers if one_each else tuple(range(self.cluster.world_size))
+        servers = self.node_servers if one_each else self.cluster.servers or self.cluster.workers
         return servers, stations if via_stations else ()
 
     def distinct(self, count: int, draw: Callable[[], Strategy], seen: Sequence[str] = ()) -> list[Strategy]:

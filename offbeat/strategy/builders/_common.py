@@ -96,12 +96,21 @@ def parts_within(variable: Variable, limit_bytes: int) -> int:
 
 
 def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
-    """'nodes': the first rank of each node; 'ranks': every rank."""
+    """The cluster's servers where it has any; else of 'nodes' the first rank of each, of 'ranks' every rank."""
+    if cluster.servers and servers in ("nodes", "ranks"):
+        return cluster.servers
     if servers == "nodes":
         return tuple(cluster.ranks_of(node)[0] for node in range(len(cluster.nodes)))
     if servers == "ranks":
         return tuple(range(cluster.world_size))
     raise StrategyError(f"servers: {servers!r} is neither 'nodes' nor 'ranks'")
+
+
+def server_speeds(cluster: ClusterSpec) -> Mapping[int, float] | None:
+    """The bandwidth of each server that holds no replica; None where there are none, and servers share their links."""
+    if not cluster.servers:
+        return None
+    return {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in cluster.servers}
 
 
 class ServerLoads:
@@ -119,9 +128,21 @@ class ServerLoads:
         order = sorted(self.bytes, key=lambda rank: self.bytes[rank] / self.speeds[rank])
         return list(islice(cycle(order), count))
 
+    def by_speed(self, sizes: Sequence[int]) -> list[int]:
+        """The server of each of these shards, one after another where it would be complete first."""
+        held, owners = dict(self.bytes), []
+        for size in sizes:
+            owners.append(min(held, key=lambda rank: (held[rank] + size) / self.speeds[rank]))
+            held[owners[-1]] += size
+        return owners
+
     def place(self, variable: Variable, parts: int) -> VariableConfig:
         """The variable in `parts` row shards of even size, each on one of the least loaded servers."""
-        return self.place_lengths(variable, even_lengths(rows(variable), parts), self.least(parts))
+        lengths = even_lengths(rows(variable), parts)
+        if len(set(self.speeds.values())) == 1:
+            return self.place_lengths(variable, lengths, self.least(parts))
+        row_bytes = variable.bytes // max(1, rows(variable))
+        return self.place_lengths(variable, lengths, self.by_speed([length * row_bytes for length in lengths]))
 
     def place_lengths(self, variable: Variable, lengths: Sequence[int], owners: Sequence[int]) -> VariableConfig:
         """The variable in row shards of these lengths, each on its owner."""
@@ -138,9 +159,14 @@ class ServerLoads:
         )
 
 
-def served(graph: ModelGraph, ranks: Sequence[int], parts: Callable[[Variable], int] = lambda _: 1) -> Configs:
+def served(
+    graph: ModelGraph,
+    ranks: Sequence[int],
+    parts: Callable[[Variable], int] = lambda _: 1,
+    speeds: Mapping[int, float] | None = None,
+) -> Configs:
     """Every variable in `parts(variable)` row shards on the least loaded of the servers."""
-    loads = ServerLoads(ranks)
+    loads = ServerLoads(ranks, speeds)
     return {variable.name: loads.place(variable, parts(variable)) for variable in trained(graph)}
 
 

@@ -2,7 +2,15 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import Size, bytes_option, parts_within, rows, served, server_ranks
+from offbeat.strategy.builders._common import (
+    Size,
+    bytes_option,
+    parts_within,
+    rows,
+    served,
+    server_ranks,
+    server_speeds,
+)
 from offbeat.strategy.model import Schedule, Strategy
 
 
@@ -20,4 +28,6 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", 
     def shards(variable: Variable) -> int:
         return min(len(ranks), rows(variable)) if variable.sparse else parts_within(variable, limit)
 
-    return Strategy(variables=served(graph, ranks, shards), schedule=Schedule(policy="priority"))
+    return Strategy(
+        variables=served(graph, ranks, shards, server_speeds(cluster)), schedule=Schedule(policy="priority")
+    )

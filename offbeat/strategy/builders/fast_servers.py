@@ -22,11 +22,14 @@ def build(
 
     A ring of w ranks leads 2(w−1)/w of all bytes through its slowest link. A server's clients send each byte once and
     receive it once, in opposite directions, so that the slowest link carries less where the servers are elsewhere.
+    Where the cluster has servers that hold no replica, they keep the shards, each as many bytes as fit its bandwidth.
     """
     limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
     base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=most, in_flight=in_flight)
     bandwidths = {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in server_ranks(cluster, "nodes")}
-    loads = ServerLoads([rank for rank, bandwidth in bandwidths.items() if bandwidth == max(bandwidths.values())])
+    fastest = [rank for rank, bandwidth in bandwidths.items() if bandwidth == max(bandwidths.values())]
+    # Servers that hold no replica send nothing of their own, so that slower ones take their share, too.
+    loads = ServerLoads(cluster.servers, bandwidths) if cluster.servers else ServerLoads(fastest)
     served = {
         variable.name: loads.place(variable, parts_within(variable, most))
         for variable in graph.gradient_order

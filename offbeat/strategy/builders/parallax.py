@@ -2,7 +2,16 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import ServerLoads, chunks, count_option, fused, rows, server_ranks, trained
+from offbeat.strategy.builders._common import (
+    ServerLoads,
+    chunks,
+    count_option,
+    fused,
+    rows,
+    server_ranks,
+    server_speeds,
+    trained,
+)
 from offbeat.strategy.model import Strategy
 
 
@@ -16,6 +25,6 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, chunk: int = 64, servers: 
     """
     dense = fused(graph, chunks(graph, count_option("chunk", chunk)))
     ranks = server_ranks(cluster, servers)
-    loads = ServerLoads(ranks)
+    loads = ServerLoads(ranks, server_speeds(cluster))
     sparse = (variable for variable in trained(graph) if variable.sparse)
     return Strategy(variables=dense | {each.name: loads.place(each, min(len(ranks), rows(each))) for each in sparse})

@@ -24,7 +24,7 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "2MiB", 
     return Strategy(
         variables={
             variable.name: broadcast
-            if factors_win(variable, cluster.world_size)
+            if factors_win(variable, len(cluster.workers))
             else loads.place(variable, shards_for(variable, limit, len(ranks)))
             for variable in trained(graph)
         }

@@ -2,7 +2,7 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import served, server_ranks
+from offbeat.strategy.builders._common import served, server_ranks, server_speeds
 from offbeat.strategy.model import Strategy
 
 
@@ -13,4 +13,4 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, servers: str = "nodes") ->
 
     `servers` is 'nodes' (the first rank of each node) or 'ranks' (every rank).
     """
-    return Strategy(variables=served(graph, server_ranks(cluster, servers)))
+    return Strategy(variables=served(graph, server_ranks(cluster, servers), speeds=server_speeds(cluster)))

@@ -1,0 +1,53 @@
+"""What the first replica tells ranks that hold none: which part of a step comes next, and what they need for it.
+
+Every replica does the same in the same order, so that one of them can speak for all.
+"""
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from offbeat.runtime.comm.protocol import Channel
+
+PATIENCE = timedelta(days=7)
+"""How long a server waits for the next command: an evaluation may take hours. A lost replica is noticed at once."""
+_TAG = 7
+
+
+class Commands:
+    """One end of the way from the first replica to the ranks that hold none."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.lead, *self.servers = channel.ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank gives the commands."""
+        return self.channel.index == 0
+
+    def tell(self, command: str, **facts: Any) -> None:
+        """Gives every server a command; nothing on other replicas."""
+        for server in self.servers:
+            self.send(server, (command, facts))
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        """The next command; waits for it."""
+        command: tuple[str, dict[str, Any]] = self.receive(self.lead)
+        return command
+
+    def send(self, to: int, value: Any) -> None:
+        """Sends any value to one rank."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.channel.send(torch.tensor([len(content)]), to, _TAG)
+        self.channel.send(content, to, _TAG)
+
+    def receive(self, source: int) -> Any:
+        """Waits for a value from one rank."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self.channel.recv(length, source, _TAG)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        self.channel.recv(content, source, _TAG)
+        return pickle.loads(content.numpy().tobytes())
