@@ -80,6 +80,14 @@ def distribute(
         with contextlib.suppress(OSError):
             Path(called).touch()
     _check(model, optimizer, timeout)
+    if allow:
+        if not (isinstance(strategy, str) and strategy == "auto"):
+            raise OffbeatError(
+                "distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes"
+            )
+        from offbeat.search.passes.encoding import allowed_encoders
+
+        allowed_encoders(allow)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)

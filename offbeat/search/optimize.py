@@ -247,8 +247,9 @@ def _others(
     yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
     yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
     if allow:
-        options: dict[str, Any] = {"passes": (*SCHEDULING_PASSES, "encode"), "allow": allow}
-        yield "encoded", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, **options)
+        passes = (*SCHEDULING_PASSES, "encode")
+        limits: dict[str, Any] = {"time_limit": SEARCH_SECONDS, "allow": allow}
+        yield "encoded", optimize(graph, cluster, costs=costs, passes=passes, **limits)
 
 
 def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:

@@ -22,7 +22,7 @@ from offbeat.plan.schedule import priority_order
 from offbeat.search.anneal import anneal, bound
 from offbeat.search.arrange import arranged
 from offbeat.search.explain import explain
-from offbeat.search.optimize import STARTS, optimize, predict, search
+from offbeat.search.optimize import STARTS, candidates, optimize, predict, search
 from offbeat.search.pace import search_fusion
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import PASSES, Candidate, Problem, register_pass
@@ -416,6 +416,14 @@ def test_each_variable_is_encoded_as_suits_it_and_hidden_ones_not_at_all():
     alone = search(graph, SLOW, costs=costs, rounds=1, mode="barrier", allow=("bf16",))
     assert found.seconds < alone.seconds < search(graph, SLOW, costs=costs, rounds=1, mode="barrier").seconds
     assert predict(graph, SLOW, costs, Strategy.from_json(found.strategy.to_json())) == pytest.approx(found.seconds)
+
+
+def test_a_running_job_is_offered_encoders_only_with_leave():
+    graph, costs = uneven()
+    present = build_strategy("ddp", graph, SLOW)
+    exact, allowed = ({c.name: c for c in candidates(graph, SLOW, costs, present, allow=a)} for a in ((), ("bf16",)))
+    assert all(set(encoders_of(c.strategy).values()) <= {"none"} for c in exact.values())
+    assert "bf16" in encoders_of(allowed["encoded"].strategy).values()
 
 
 def test_an_encoder_that_takes_longer_than_it_saves_is_not_chosen():
