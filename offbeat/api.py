@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def distribute(
     example_inputs: Any = None,
     loss_fn: Any = None,
     memory_limit: str | float | None = None,
+    allow: Sequence[str] = (),
     cluster: ClusterSpec | None = None,
     timeout: timedelta | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -66,6 +68,9 @@ def distribute(
     strategy is the one with the shortest predicted step among those that fit: replicated, with sharded updates, or
     fully sharded by torch's FSDP2, with recomputation and micro-batches where they are needed.
 
+    "auto" keeps gradients exact unless `allow` names encoders ('bf16', 'powersgd:4'): variables are then encoded where
+    that shortens the step.
+
     A job with parallelism of its own passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
     dimension. With `find_unused_parameters` ranks ask each other in every step which parameters none of them used; by
     default they do if the first step leaves some out. `quiet` keeps the decisions of "auto" off rank 0's terminal, as
@@ -82,6 +87,14 @@ def distribute(
         with contextlib.suppress(OSError):
             Path(called).touch()
     _check(model, optimizer, timeout)
+    if allow:
+        if not (isinstance(strategy, str) and strategy == "auto"):
+            raise OffbeatError(
+                "distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes"
+            )
+        from offbeat.search.passes.encoding import allowed_encoders
+
+        allowed_encoders(allow)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
@@ -99,7 +112,7 @@ def distribute(
             raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
         from offbeat.search.within import strategy_within
 
-        strategy = strategy_within(memory_limit, graph, cluster, world, micro_batches=loss_fn is None)
+        strategy = strategy_within(memory_limit, graph, cluster, world, micro_batches=loss_fn is None, allow=allow)
     chosen = resolve_strategy(strategy, graph, cluster, world)
     if chosen.operators:
         if world.size != dist.get_world_size():
@@ -126,7 +139,7 @@ def distribute(
         # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
         from offbeat.online import Tuner
 
-        Tuner(runtime, graph, cluster)
+        Tuner(runtime, graph, cluster, allow)
     return model, optimizer
 
 

@@ -50,6 +50,10 @@ def optimize(
         Option(metavar="NAME|pkg.mod:function", help="The model of torch.profiler's traces, for its names."),
     ] = None,
     scale: Scale = None,
+    allow: Annotated[
+        list[str] | None,
+        Option(metavar="ENCODER", help="May encode gradients: bf16, fp16, int8, topk:0.01, powersgd:4. Repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
@@ -62,7 +66,8 @@ def optimize(
 
         recipe = None
         if named:
-            best = search(graph, spec, costs=costs, memory_limit=memory_limit, time_limit=time_limit)
+            limits: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit}
+            best = search(graph, spec, costs=costs, allow=allow or (), **limits)
         else:
             recipe, best = recommend(graph, spec, costs, memory_limit)
             options = [f"{option}={value}" for option, value in recipe.options.items()]

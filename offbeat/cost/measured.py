@@ -19,6 +19,7 @@ from offbeat.cost.tables import Collectives
 from offbeat.errors import OffbeatError
 from offbeat.files import problems_named
 from offbeat.plan import Plan, Task
+from offbeat.strategy import Encoder
 
 SERVED = ("reduce", "broadcast")
 """What servers use: gradients come, parameters go."""
@@ -28,6 +29,9 @@ OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
 CALIBRATED_IN_FLIGHT = 2
 """Collectives under way while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
+
+ENCODING_PASSES = {"fp16": 2, "bf16": 2, "randomk": 6, "sign": 8, "int8": 8, "topk": 16, "powersgd": 12}
+"""How often an encoder reads or writes a gradient, about, beside what it decodes; for what was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Costs:
     """Fixed cost of one optimizer call."""
     update_seconds_per_byte: float | None = None
     """Of a variable's bytes; None takes the plan's own estimate."""
+    encoding_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """What encoding and decoding take for each byte of a gradient, by the encoder's name, where it was measured."""
     gap_seconds: float = 0.0
     """Between the end of a step and the next forward: loading data, clearing gradients."""
     straight: StrictBool = False
@@ -262,7 +268,22 @@ def message_updates(plan: Plan) -> dict[int, float]:
 def update_seconds(
     plan: Plan, costs: Costs, estimates: Mapping[int, float], messages: Sequence[int], share: float = 1.0
 ) -> float:
-    """Seconds of one optimizer call that updates some messages, or a share of them; `estimates` as `message_updates`
-    gives them."""
+    """Seconds of one optimizer call that updates some messages, or a share of them, with what encoding them took;
+    `estimates` as `message_updates` gives them."""
     size = sum(plan.messages[index].bytes for index in messages)
-    return costs.update(size * share, sum(estimates[index] for index in messages) * share)
+    encoding = sum(encoding_seconds(plan, costs, m.encoder, m.bytes) for m in (plan.messages[i] for i in messages))
+    return costs.update(size * share, sum(estimates[index] for index in messages) * share) + encoding * share
+
+
+def encoding_seconds(plan: Plan, costs: Costs, encoder: Encoder, size: int) -> float:
+    """Seconds in which a rank encodes a gradient of `size` bytes and decodes the sum, as measured, else a guess.
+
+    They are the computing device's own, so replay adds them to the update.
+    """
+    if encoder.name == "none":
+        return 0.0
+    measured = costs.encoding_seconds_per_byte.get(encoder.name)
+    if measured is not None:
+        return measured * size
+    decoded = len(plan.replicas) if encoder.gathered else 1
+    return size * (ENCODING_PASSES[encoder.name] + decoded) / plan.cluster.device_of(plan.replicas[0]).memory_bandwidth

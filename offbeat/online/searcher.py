@@ -103,7 +103,7 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
     issue_seconds = profile.host_late * ISSUE_SECONDS
     job = (profile.graph, profile.cluster, profile.costs, profile.strategy)
-    found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds)
+    found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds, allow=request["allow"])
     return {
         "graph": profile.graph.to_json().decode(),
         "costs": profile.costs.to_dict(),

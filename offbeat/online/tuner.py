@@ -7,7 +7,7 @@ Later, when steps have become longer or shorter than they were, it looks again. 
 
 import json
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -63,7 +63,8 @@ start_search: Callable[[], Searcher] = Searcher
 class Tuner:
     """Watches one job from its steps' ends and improves its plan."""
 
-    def __init__(self, runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec) -> None:
+    def __init__(self, runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str] = ()) -> None:
+        self.allow = allow
         self.runtime = runtime
         self.graph = graph
         self.cluster = cluster
@@ -295,6 +296,7 @@ class Tuner:
             "world": self.world.size,
             "graph": self.graph.to_json().decode(),
             "barrier": self._must_wait(),
+            "allow": list(self.allow),
         }
 
     def _must_wait(self) -> bool:

@@ -3,6 +3,7 @@
 Each decision is undone on its own and the rest replayed; what the step loses is what the decision is worth.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -191,10 +192,15 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
             return Shard(group=shard.group) if shard.synchronizer == kind else shard
 
         yield f"synchronizer {kind}", what, _changed(strategy, reduced)
-    encoders = [m.encoder.name for m in plan.messages if m.encoder.name != "none"]
-    if encoders:
-        what = f"{len(encoders)} messages are encoded as {encoders[0]}"
-        yield "encoder", what, _changed(strategy, lambda shard: shard.model_copy(update={"encoder": Encoder()}))
+    encoded = Counter(m.encoder.name for m in plan.messages if m.encoder.name != "none")
+    for encoder, count in sorted(encoded.items()):
+        names = {v for m in plan.messages if m.encoder.name == encoder for v in m.variables}
+        what = f"the gradients of {len(names)} variables are encoded as {encoder} ({count} messages)"
+
+        def exact(shard: Shard, encoder: str = encoder) -> Shard:
+            return shard.model_copy(update={"encoder": Encoder()}) if shard.encoder.name == encoder else shard
+
+        yield f"encoder {encoder}", what, _changed(strategy, exact)
 
 
 def _undone_modules(strategy: Strategy) -> Iterator[tuple[str, str, Strategy]]:

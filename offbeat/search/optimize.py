@@ -23,6 +23,7 @@ from offbeat.search.arrange import arranged, arrangement_of, rescheduled
 from offbeat.search.fsdp import UNITS, limit_bytes, sharded_starts
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import Candidate, Pass, Problem, select_passes
+from offbeat.search.passes.encoding import allowed_encoders
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes
@@ -48,10 +49,16 @@ def optimize(
     *,
     memory_limit: str | float | None = None,
     time_limit: float = 30.0,
+    allow: Sequence[str] = (),
     **options: Any,
 ) -> Strategy:
-    """The strategy with the shortest predicted step; `search` names the other options."""
-    return search(graph, cluster, memory_limit=memory_limit, time_limit=time_limit, **options).strategy
+    """The strategy with the shortest predicted step; `search` names the other options.
+
+    Gradients are exact unless `allow` names encoders for them: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01',
+    'randomk:0.01', 'powersgd:4'. Each variable is then encoded where that shortens the step, and only there.
+    """
+    options |= {"memory_limit": memory_limit, "time_limit": time_limit, "allow": allow}
+    return search(graph, cluster, **options).strategy
 
 
 def search(
@@ -72,7 +79,7 @@ def search(
     FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
     `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
-    `mode`, `allow_lossy`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
+    `mode`, `allow`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
@@ -81,6 +88,7 @@ def search(
     limit = limit_bytes(memory_limit, cluster)
     deadline = None if rounds is not None else time.monotonic() + time_limit
     problem = Problem(graph, cluster, costs or Costs(), memory_limit=limit, deadline=deadline, **options)
+    allowed_encoders(problem.allow)
     chosen = select_passes(passes)
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
     speed_passes = [each for each in chosen if each.aim == "speed"]
@@ -192,15 +200,17 @@ def candidates(
     present: Strategy,
     barrier: bool = False,
     issue_seconds: float = 0.0,
+    allow: Sequence[str] = (),
 ) -> list[Candidate]:
     """The present strategy (by the name 'present') and others, the quickest first.
 
     `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
-    what each collective adds to a step whose host launches its work too late, which replay does not know.
+    what each collective adds to a step whose host launches its work too late, which replay does not know. `allow` names
+    encoders that may be tried.
     """
     problem = Problem(graph, cluster, costs)
     found = []
-    for name, strategy in (*_others(graph, cluster, costs), ("present", present)):
+    for name, strategy in (*_others(graph, cluster, costs, allow), ("present", present)):
         mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
         candidate = problem.evaluate(rescheduled(strategy, mode=mode), name)
         issuing = issue_seconds * len(candidate.plan.communication)
@@ -229,11 +239,17 @@ def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Str
     return step_seconds(lower(graph, cluster, strategy), costs)
 
 
-def _others(graph: ModelGraph, cluster: ClusterSpec, costs: Costs) -> Iterator[tuple[str, Strategy]]:
+def _others(
+    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, allow: Sequence[str]
+) -> Iterator[tuple[str, Strategy]]:
     for builder, options in _recipes(graph):
         yield f"{builder} {options['bucket'] // 1024} KiB", build_strategy(builder, graph, cluster, **options)
     yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
     yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+    if allow:
+        passes = (*SCHEDULING_PASSES, "encode")
+        limits: dict[str, Any] = {"time_limit": SEARCH_SECONDS, "allow": allow}
+        yield "encoded", optimize(graph, cluster, costs=costs, passes=passes, **limits)
 
 
 def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:

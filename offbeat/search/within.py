@@ -1,6 +1,7 @@
 """A job and a memory limit → the fastest strategy that fits its devices, the same on every rank."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -19,10 +20,16 @@ SEARCH_SECONDS = 30.0
 
 
 def strategy_within(
-    memory_limit: str | float, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld, micro_batches: bool
+    memory_limit: str | float,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    world: TorchWorld,
+    micro_batches: bool,
+    allow: Sequence[str] = (),
 ) -> Strategy:
     """Rank 0 searches, with the link as it is measured now; 'auto' is the memory of the smallest device, with a tenth
-    of it to spare. `micro_batches` says that the model returns its loss. Every rank must call it."""
+    of it to spare. `micro_batches` says that the model returns its loss, `allow` which encoders
+    gradients may be sent with. Every rank must call it."""
     if isinstance(memory_limit, str) and memory_limit == "auto":
         memory_limit = min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE)
     costs = _link_costs(world)
@@ -36,6 +43,7 @@ def strategy_within(
                 memory_limit=memory_limit,
                 time_limit=SEARCH_SECONDS,
                 micro_batches=micro_batches,
+                allow=allow,
             )
             found = best.to_json()
         except OffbeatError as error:

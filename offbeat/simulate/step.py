@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cost.measured import Costs, in_a_row, message_updates, update_seconds
+from offbeat.cost.measured import Costs, encoding_seconds, in_a_row, message_updates, update_seconds
 from offbeat.cost.tables import Collectives
 from offbeat.plan import Plan
 from offbeat.plan.program import Component
@@ -354,6 +354,7 @@ class Steps:
                 if exchange.task.kind == "update":
                     share = len(exchange.task.ranks) if message.synchronizer == "sharded" else 1
                     seconds = self.costs.update(message.bytes / share, self.updates[message.index] / share)
+                    seconds += encoding_seconds(self.plan, self.costs, message.encoder, message.bytes) / share
                     self._compute(role, step, "update", f"update m{message.index}", seconds, before)
                 else:
                     self._compute(role, step, None, "wait", 0.0, before)

@@ -25,6 +25,18 @@ def test_optimize_writes_a_strategy_and_says_what_it_gains(tmp_path: Path) -> No
     Strategy.load(chosen)
 
 
+def test_optimize_encodes_gradients_only_with_leave(tmp_path: Path) -> None:
+    def encoders(*more: str) -> set[str]:
+        chosen = tmp_path / "strategy.json"
+        job = ["optimize", "mlp", "--cluster", "pace_10g", "--time-limit", "2", "-o", str(chosen)]
+        result = CliRunner().invoke(app, [*job, *more])
+        assert result.exit_code == 0, result.output
+        return {shard.encoder.name for c in Strategy.load(chosen).variables.values() for shard in c.shards}
+
+    assert encoders() == {"none"}
+    assert "bf16" in encoders("--allow", "bf16")
+
+
 def test_optimize_prints_fully_sharded_strategies_as_torch_code() -> None:
     job = ["gpt2", "--scale", "0.25", "--cluster", "B7"]
     result = CliRunner().invoke(app, ["optimize", *job, "--time-limit", "2", "--memory-limit", "70MiB"])

@@ -22,7 +22,7 @@ from offbeat.plan.schedule import priority_order
 from offbeat.search.anneal import anneal, bound
 from offbeat.search.arrange import arranged
 from offbeat.search.explain import explain
-from offbeat.search.optimize import STARTS, optimize, predict, search
+from offbeat.search.optimize import STARTS, candidates, optimize, predict, search
 from offbeat.search.pace import search_fusion
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import PASSES, Candidate, Problem, register_pass
@@ -379,15 +379,83 @@ def test_impossible_memory_limit_names_the_least():
         optimize(graph, CLUSTER, memory_limit=1024, rounds=0)
 
 
-def test_gradients_are_rounded_only_if_allowed():
+SLOW = CLUSTER.homogeneous(nodes=2, devices_per_node=1, bandwidth="10Mbit/s", latency="50us", memory="16GiB")
+
+
+def encoders_of(strategy: Strategy) -> dict[str, str]:
+    return {name: shard.encoder.name for name, config in strategy.variables.items() for shard in config.shards}
+
+
+def test_gradients_are_encoded_only_if_allowed():
     graph, _ = random_case(6, layers=5)
-    slow = CLUSTER.homogeneous(nodes=2, devices_per_node=1, bandwidth="10Mbit/s", latency="50us", memory="16GiB")
-    exact = search(graph, slow, rounds=1)
-    lossy = search(graph, slow, rounds=1, allow_lossy=True)
-    encoders = {shard.encoder.name for c in exact.strategy.variables.values() for shard in c.shards}
-    assert encoders == {"none"}
-    assert {shard.encoder.name for c in lossy.strategy.variables.values() for shard in c.shards} == {"bf16"}
+    exact = search(graph, SLOW, rounds=1)
+    lossy = search(graph, SLOW, rounds=1, allow=("bf16",))
+    assert set(encoders_of(exact.strategy).values()) == {"none"}
+    assert set(encoders_of(lossy.strategy).values()) == {"bf16"}
     assert lossy.seconds < exact.seconds * 0.7
+    assert any(each.name == "encoder bf16" for each in explain(lossy.strategy, graph, SLOW).decisions)
+
+
+def uneven() -> tuple[ModelGraph, Costs]:
+    """A small gradient is ready long before backward ends; a large matrix and a large vector come last."""
+    shapes = [(1024, 256), (200_000,), (64, 64)]
+    graph = make_graph([Layer((Weight(f"layers.{i}.weight", shape),)) for i, shape in enumerate(shapes)])
+    times = {op.name: 5e-2 for op in graph.operators} | {op.name: 0.0 for op in graph.phase("optimizer")}
+    fits = {(kind, 2): CollectiveFit(1e-5, 0.0, 1e-7) for kind in ("all_reduce", "all_gather")}
+    return graph.with_seconds(times), Costs(collectives=fits)
+
+
+def test_each_variable_is_encoded_as_suits_it_and_hidden_ones_not_at_all():
+    graph, costs = uneven()
+    found = search(graph, SLOW, costs=costs, rounds=1, mode="barrier", allow=("bf16", "powersgd:2"))
+    chosen = encoders_of(found.strategy)
+    # A vector has no factors; what is sent behind 100 ms of backward gains nothing.
+    assert chosen["layers.0.weight"] == "powersgd"
+    assert chosen.get("layers.2.weight", "none") == "none"
+    assert chosen.get("layers.1.weight", "none") in ("none", "bf16")
+    assert found.strategy.config("layers.0.weight").shards[0].encoder.rank == 2
+    alone = search(graph, SLOW, costs=costs, rounds=1, mode="barrier", allow=("bf16",))
+    assert found.seconds < alone.seconds < search(graph, SLOW, costs=costs, rounds=1, mode="barrier").seconds
+    assert predict(graph, SLOW, costs, Strategy.from_json(found.strategy.to_json())) == pytest.approx(found.seconds)
+
+
+def test_a_running_job_is_offered_encoders_only_with_leave():
+    graph, costs = uneven()
+    present = build_strategy("ddp", graph, SLOW)
+    exact, allowed = ({c.name: c for c in candidates(graph, SLOW, costs, present, allow=a)} for a in ((), ("bf16",)))
+    assert all(set(encoders_of(c.strategy).values()) <= {"none"} for c in exact.values())
+    assert "bf16" in encoders_of(allowed["encoded"].strategy).values()
+
+
+def test_an_encoder_that_takes_longer_than_it_saves_is_not_chosen():
+    graph, costs = uneven()
+    slow = replace(costs, encoding_seconds_per_byte={"bf16": 1e-6})
+    assert Costs.from_dict(slow.to_dict()) == slow
+    found = search(graph, SLOW, costs=slow, rounds=1, allow=("bf16",))
+    assert set(encoders_of(found.strategy).values()) <= {"none"}
+    # Both replays count what encoding takes, and alike.
+    encoded = search(graph, SLOW, costs=costs, rounds=1, allow=("bf16",)).strategy
+    plan = lower(graph, SLOW, encoded)
+    size = sum(message.bytes for message in plan.messages if message.encoder.name == "bf16")
+    quick, whole = (step_seconds(plan, slow, compiled=compiled) for compiled in (True, False))
+    assert quick == pytest.approx(whole)
+    assert quick > predict(graph, SLOW, replace(costs, encoding_seconds_per_byte={"bf16": 0.0}), encoded) + 5e-7 * size
+
+
+@pytest.mark.parametrize(
+    ("allow", "message"),
+    [
+        ("bf16", "allow: 'bf16' must be a list"),
+        (("zip",), "allow: there is no encoder 'zip'; there are bf16, fp16"),
+        (("powersgd:0",), "allow: 'powersgd:0' is not an encoder: powersgd takes a rank of 1 or more"),
+        (("topk:2",), "allow: 'topk:2' is not an encoder: topk takes a ratio up to 1"),
+        (("bf16:2",), "allow: 'bf16:2' is not an encoder: bf16 takes no value"),
+    ],
+)
+def test_encoders_that_do_not_exist_are_named(allow, message):
+    graph, _ = random_case(0)
+    with pytest.raises(OffbeatError, match=message):
+        optimize(graph, CLUSTER, allow=allow)
 
 
 def test_compiled_modules_are_chosen_by_their_measured_time():

@@ -59,8 +59,8 @@ class Problem:
     """Whether updates may reach into the next forward: 'auto' and 'deferred' let them, 'barrier' does not."""
     memory_limit: int | None = None
     """Bytes per rank."""
-    allow_lossy: bool = False
-    """Gradients are only ever rounded if this is set."""
+    allow: Sequence[str] = ()
+    """Encoders that gradients may be sent with ('bf16', 'powersgd:4'); without any they travel exact."""
     micro_batches: bool = True
     """The model returns its loss, so that a batch can be computed in parts."""
     coarsen: bool = True

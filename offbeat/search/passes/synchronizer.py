@@ -1,6 +1,6 @@
-"""Passes that change how variables travel: by all-reduce, gathered rows, broadcast factors or a server; and rounded.
+"""The pass that changes how variables travel: by all-reduce, gathered rows, broadcast factors or a server.
 
-Only exchanges that give the same update are tried, unless rounding is allowed. Variables that change leave their group;
+Only exchanges that give the same update are tried. Variables that change leave their group;
 the later passes fuse, cut and order what results.
 """
 
@@ -13,11 +13,11 @@ from offbeat.search.arrange import explicit, rescheduled
 from offbeat.search.pace.strategy import pace_schedule
 from offbeat.search.passes.problem import Candidate, Problem, register_pass
 from offbeat.simulate.fast.gradients import link_seconds
-from offbeat.strategy import Encoder, Shard, Strategy, VariableConfig
+from offbeat.strategy import Shard, Strategy, VariableConfig
 
 _SERVED = 2
 """Variables, the largest ones, that are tried on a server."""
-_SLICE_BYTES = 2 * 2**20
+SLICE_BYTES = 2 * 2**20
 
 
 @register_pass("synchronizer", order=50)
@@ -43,26 +43,6 @@ def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     shards = {name: Shard(synchronizer="sparse_parameter_server", placement=(owner,)) for name, owner in sparse}
     if shards:
         yield _rearranged(strategy, shards)
-
-
-@register_pass("precision", order=60)
-def precision(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """All dense float32 messages in bfloat16, which keeps float32's range; it rounds, so it must be allowed."""
-    if not problem.allow_lossy:
-        return
-    variables = dict(candidate.strategy.variables)
-    for variable in problem.graph.gradient_order:
-        config = candidate.strategy.config(variable.name)
-        if variable.dtype == "float32" and all(_plain(shard) for shard in config.shards):
-            shards = tuple(shard.model_copy(update={"encoder": Encoder(name="bf16")}) for shard in config.shards)
-            variables[variable.name] = config.model_copy(update={"shards": shards})
-    if variables != candidate.strategy.variables:
-        yield candidate.strategy.model_copy(update={"variables": variables})
-
-
-def _plain(shard: Shard) -> bool:
-    allowed = shard.synchronizer in ("all_reduce", "sharded", "parameter_server")
-    return allowed and shard.encoder.name == "none" and not (shard.staleness or shard.asynchronous or shard.stations)
 
 
 def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Shard | None:
@@ -95,6 +75,5 @@ def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
     """The strategy with these shards, each in a message of its own, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
     changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
-    return rescheduled(
-        changed, policy="priority", slice_bytes=strategy.schedule.slice_bytes or _SLICE_BYTES, order=(), pinned=False
-    )
+    size = strategy.schedule.slice_bytes or SLICE_BYTES
+    return rescheduled(changed, policy="priority", slice_bytes=size, order=(), pinned=False)

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.cost.measured import Costs, variable_updates
+from offbeat.cost.measured import Costs, encoding_seconds, variable_updates
 from offbeat.cost.tables import Collectives
 from offbeat.graph import Variable
 from offbeat.plan import Plan, Task
@@ -153,7 +153,12 @@ def gradients_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_second
     price = {shard: _price(plan, costs, shard) for shard in dict.fromkeys(shards)}
     prices = np.array([price[shard] for shard in shards])
     call, estimates = costs.update(0, 0.0), variable_updates(plan)
-    updates = {v.name: costs.update(v.bytes, estimates.get(v.name, 0.0)) - call for v in variables}
+    updates = {
+        v.name: costs.update(v.bytes, estimates.get(v.name, 0.0))
+        + encoding_seconds(plan, costs, plan.strategy.config(v.name).shards[0].encoder, v.bytes)
+        - call
+        for v in variables
+    }
     return Gradients(
         names=tuple(units),
         shards=shards,
