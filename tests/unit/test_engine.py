@@ -19,6 +19,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
+from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
 
 RANKS = 4
@@ -206,3 +207,34 @@ def test_a_switch_frees_the_buffers_of_the_plan_before_at_once(builder: str) -> 
         assert run_ranks(RANKS, rank) == [True] * RANKS
     finally:
         gc.enable()
+
+
+class OneAtATime:
+    """A channel of two ranks whose collectives end when they are waited for; until then nobody may write the tensor."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> "OneAtATime":
+        assert self.sent is None, "the one before has not ended"
+        self.sent = tensor, tensor.clone()
+        return self
+
+    def wait(self) -> None:
+        assert self.sent is not None
+        tensor, before = self.sent
+        assert torch.equal(tensor, before), "written while it was on the wire"
+        tensor.mul_(2)
+        self.sent = None
+
+
+def test_a_question_about_unused_variables_is_not_overwritten_by_the_next() -> None:
+    """Gradients that a loop forgets with zero_grad() are never asked for, so that their question is still under way."""
+    channel = OneAtATime()
+    parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in "ab"}
+    unused = UnusedParameters(parameters, channel, True)  # type: ignore[arg-type]
+    unused.backward_ended([])
+    unused.backward_ended(["b"])
+    assert unused.unused() == ["b"]

@@ -26,6 +26,8 @@ class UnusedParameters:
 
     def backward_ended(self, absent: list[str]) -> None:
         """Starts asking the other ranks, if that is needed."""
+        # Gradients that were forgotten leave their question on the wire, and this one uses the same memory.
+        self.unused()
         self.nowhere = []
         if self.channel.size == 1:
             self.nowhere = absent
