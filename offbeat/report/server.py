@@ -4,7 +4,8 @@ The page is for the user who started the server. Other users of the machine can 
 random token, and a request without it is refused: the page and its assets carry it in their query, requests for numbers
 in a header. Other pages in the user's browser are kept out as well: the Host header must name this address (or a
 foreign name that resolves to it could read the page), and the Origin must be the page's own. Nothing of a request
-reaches the file system. Each client has a thread of its own, so that slow and silent ones hold up no other.
+reaches the file system. Each client has a thread of its own, so that slow and silent ones hold up no other; a call
+ends when its client leaves (`abandon.py`).
 """
 
 import errno
@@ -21,6 +22,7 @@ from typing import Any
 
 from offbeat import files
 from offbeat.errors import OffbeatError
+from offbeat.report.abandon import Abandoned, waiting_turn, while_connected
 from offbeat.report.live import Session, State
 from offbeat.report.page import asset
 
@@ -161,8 +163,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         call, lock = self.server.calls[self.path]
         try:
-            with lock:
-                content = json.dumps(call(state), allow_nan=False)
+            with waiting_turn(lock, self.connection):
+                content = json.dumps(while_connected(self.connection, lambda: call(state)), allow_nan=False)
+        except Abandoned:
+            return
         except OffbeatError as error:
             content = json.dumps({"refused": str(error)})
         except Exception:

@@ -189,8 +189,15 @@ def test_a_slow_replay_says_so_and_can_be_cancelled(browser: Any, live: LiveServ
     open_live(browser, live.url)
     before, quick = text(browser, "step"), live.session._timeline
 
+    ended: list[str] = []
+
     def slow(state: State) -> Timeline:
-        time.sleep(3.0)
+        try:
+            for _ in range(3000):
+                time.sleep(0.01)
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
         return quick(state)
 
     live.session._timeline = slow  # type: ignore[method-assign]
@@ -201,6 +208,7 @@ def test_a_slow_replay_says_so_and_can_be_cancelled(browser: Any, live: LiveServ
         wait(browser, lambda: browser.execute_script("return document.getElementById('progress').hidden"))
         wait(browser, lambda: browser.execute_script("return document.getElementById('bandwidth').value") == "0")
         assert text(browser, "step") == before
+        wait(browser, lambda: ended == ["Abandoned"], seconds=5)
     finally:
         live.session._timeline = quick  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -426,6 +427,41 @@ def test_slow_and_silent_clients_hold_up_nobody(session: Session, monkeypatch: p
         finally:
             for connection in silent:
                 connection.close()
+
+
+def test_a_client_that_leaves_ends_its_replay(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), []
+
+    def endless(state: State) -> None:
+        begun.set()
+        try:
+            for _ in range(6000):
+                time.sleep(0.01)
+            ended.append("done")
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+
+    monkeypatch.setattr(session, "replay", endless)
+    with serving(session) as live:
+        body = b"{}"
+        head = f"POST /api/replay HTTP/1.1\r\nHost: {HOST}:{live.server_port}\r\nX-Offbeat-Token: {live.token}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((HOST, live.server_port), timeout=20) as first:
+            first.sendall(head.encode() + body)
+            assert begun.wait(10)
+            # One that waits for its turn and leaves never has it.
+            with socket.create_connection((HOST, live.server_port), timeout=20) as second:
+                second.sendall(head.encode() + body)
+            time.sleep(0.3)
+            begun.clear()
+        deadline = time.monotonic() + 10
+        while not ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert ended == ["Abandoned"]
+        assert not begun.wait(0.3)
+        assert post(live, "about", {})[0] == 200
 
 
 def random_request(draw: random.Random, port: int, token: str) -> bytes:

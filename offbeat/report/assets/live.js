@@ -122,7 +122,8 @@
     quiet = setTimeout(() => follow(state()), QUIET_MILLISECONDS);
   }
 
-  // Says how long a replay has taken once it takes longer than a moment, and lets the user stop waiting for it.
+  // Says how long a replay has taken once it takes longer than a moment, and lets the user end it: the server stops
+  // replaying when the request is aborted.
   async function cancellable(work) {
     cancel = new AbortController();
     const since = performance.now();
