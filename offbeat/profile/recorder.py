@@ -216,6 +216,7 @@ class Recorder:
             if self.footprint is not None:
                 self.footprint.reached(given)
             self.line["forward"].append([number, self.clock.now(), 0.0])
+            self.waits = len(self.line["local"])
 
         def begins(*_: Any) -> None:
             nonlocal unknown
@@ -226,9 +227,10 @@ class Recorder:
                     full = f"{name}.{part}" if name else part
                     if full in self.numbers and parameter.is_leaf:
                         self._listen_to_gradient(full, parameter)
-            self.line["forward"][-1][2] = self.clock.now()
+            row = self.line["forward"][-1]
+            row[2] = self.clock.now() if len(self.line["local"]) > self.waits else row[1]
 
-        # Offbeat's runtime waits for a module's variables between the two.
+        # Offbeat's runtime waits for a module's variables between the two; where it need not, one mark serves for both.
         self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
         self.undo.callback(module.register_forward_pre_hook(begins).remove)
 

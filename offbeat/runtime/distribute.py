@@ -248,16 +248,8 @@ class Runtime:
             engine.set_mode("deferred", "updates wait until a module needs them")
         # Asynchronous messages have no order, and their ranks must not wait for each other.
         ordered = any(not message.asynchronous for message in self.plan.messages)
-<<<<<<< HEAD
-        if not self.plan.strategy.schedule.pinned and len(self.plan.replicas) > 1 and ordered:
-=======
-        if (
-            self.plan.strategy.schedule.policy != "explicit"
-            and len(self.plan.replicas) > 1
-            and ordered
-            and self.world.size == len(self.plan.replicas)
-        ):
->>>>>>> h-servers
+        everyone_trains = 1 < len(self.plan.replicas) == self.world.size
+        if not self.plan.strategy.schedule.pinned and everyone_trains and ordered:
             self.link = self.link or fit_link(engine.channels.control, self.device)
             self.retimer = Retimer(engine, self.gate.watched.order, self.device, self.link)
             self.step_hooks.append(self.retimer.after_step)

@@ -84,10 +84,6 @@ class Server:
             with explain(self.training.plan, synchroniser, task):
                 synchroniser.start(task)
 
-    def _follow(self, order: list[tuple[int, int]]) -> None:
-        """Gradients come in another order from now on."""
-        self.training.plan = self.training.plan.reordered(order)
-
     def _step(
         self,
         groups: list[dict[str, Any]],

@@ -6,10 +6,11 @@ seconds of `time.perf_counter`.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,12 +27,20 @@ HOST_LATE_SECONDS = 5e-5
 class DeviceMoment:
     """A mark on a stream: when the GPU comes to it, and when the host put it there."""
 
-    __slots__ = ("event", "host")
+    unused: ClassVar[dict[int, list[torch.cuda.Event]]] = defaultdict(list)
+    """Events of marks that nobody knows any more, by device. A new one costs the host more than one used again."""
+
+    __slots__ = ("device", "event", "host")
 
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.device = torch.cuda.current_device()
+        events = self.unused[self.device]
+        self.event = events.pop() if events else torch.cuda.Event(enable_timing=True)
         self.event.record()
         self.host = time.perf_counter()
+
+    def __del__(self) -> None:
+        self.unused[self.device].append(self.event)
 
 
 Moment = float | DeviceMoment

@@ -1,6 +1,7 @@
 """Moments of a GPU, with events that a pretended GPU reaches when it is told to."""
 
 import time
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +48,8 @@ class PretendedEvent:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     made = PretendedGpu()
     monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(clocks.DeviceMoment, "unused", defaultdict(list))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
     return made
