@@ -49,7 +49,8 @@ def gather_state(engine: Engine) -> dict[str, Any]:
     commands = engine.channels.commands
     if commands is not None:
         for server in commands.servers:
-            for name, tensor, box, state in commands.receive(server):
+            for name, tensor, ends, state in commands.receive(server):
+                box = None if ends is None else tuple(slice(*each) for each in ends)
                 held[name].append((Unit(engine.parameters[name], tensor, None, box), state))
     mine = {name: _kinds(*parts[0]) for name, parts in held.items()}
     # What this rank holds nothing of, another may.

@@ -149,7 +149,7 @@ class Server:
         self._finish()
         names = {id(parameter): name for name, parameter in self.training.parameters.items()}
         held = [
-            (names[id(unit.parameter)], unit.tensor.detach(), unit.box, dict(state))
+            (names[id(unit.parameter)], unit.tensor.detach(), _ends(unit.box), dict(state))
             for optimizer in self.owners.optimizers.values()
             for unit in optimizer.units
             if (state := optimizer.optimizer.state.get(unit.tensor))
@@ -164,3 +164,7 @@ class Server:
         optimizer.load_state_dict(state)
         keep_parts(self.owners.optimizers.values(), optimizer)
         optimizer.state.clear()
+
+
+def _ends(box: tuple[slice, ...] | None) -> list[tuple[int, int]] | None:
+    return None if box is None else [(each.start, each.stop) for each in box]

@@ -154,9 +154,9 @@ def test_sparse_gradients_hold_their_rows():
     assert estimate(graph).gradients < 4 * 10_000 * 8 / 10
 
 
-def test_a_rank_without_a_replica_is_refused():
+def test_a_rank_outside_the_cluster_is_refused():
     plan = lower(mlp(), TWO, Strategy())
-    with pytest.raises(OffbeatError, match=r"rank 2 holds no replica; the replicas are on ranks \[0, 1\]"):
+    with pytest.raises(OffbeatError, match="rank 2 is outside the cluster of 2 ranks"):
         peak_memory(plan, 2)
 
 
