@@ -34,8 +34,10 @@ class DeviceMoment:
 
     def __init__(self) -> None:
         self.device = torch.cuda.current_device()
-        events = self.unused[self.device]
-        self.event = events.pop() if events else torch.cuda.Event(enable_timing=True)
+        try:
+            self.event = self.unused[self.device].pop()
+        except IndexError:
+            self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
         self.host = time.perf_counter()
 

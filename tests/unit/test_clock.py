@@ -118,3 +118,12 @@ def test_a_recorder_writes_a_step_once_the_gpu_has_come_to_its_end(gpu: Pretende
     lines = [line for line in recorder.lines if "step" in line]
     assert [line["step"] for line in lines] == [0, 1]
     assert all(at > began + 0.15 for _, at in lines[1]["backward"])
+
+
+def test_the_event_of_a_forgotten_moment_marks_another(gpu: PretendedGpu) -> None:
+    kept, forgotten = clocks.DeviceMoment(), clocks.DeviceMoment()
+    event = forgotten.event
+    del forgotten
+    again, new = clocks.DeviceMoment(), clocks.DeviceMoment()
+    assert again.event is event
+    assert new.event not in (kept.event, event)
