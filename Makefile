@@ -1,4 +1,4 @@
-# Every target does its own set-up; `make demo` and `make test` are all a newcomer needs.
+# Every target does its own set-up. `make install` installs what running needs, `make setup` the development tools too.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,12 @@ RUNS := $(VENV)/.runs
 TOOLS := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 
-.PHONY: setup browser sshd demo tour test test-slow test-gpu bench bench-page wheel lint format clean
+.PHONY: install setup browser sshd demo tour test test-slow test-gpu bench bench-page wheel lint format clean
+
+install: $(RUNS)
 
 setup: $(TOOLS)
 
-# What running needs; the development tools come on top.
 $(RUNS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
@@ -63,12 +64,9 @@ bench: $(TOOLS)
 bench-page: $(TOOLS)
 	$(BIN)/python benchmarks/report.py
 
-# Builds the wheel and the source distribution, and tries the wheel in an empty environment.
-wheel: $(TOOLS)
-	rm -rf dist
-	$(BIN)/pip install -q build
-	$(BIN)/python -m build -q --outdir dist
-	$(PYTHON) tools/try_wheel.py
+# Builds the wheel and the source distribution, and tries both in an empty environment without development tools.
+wheel:
+	$(PYTHON) tools/try_wheel.py $(if $(TORCH),--torch $(TORCH))
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -101,10 +101,8 @@ def run_case(hosts: int, model: str, regime: str, blocks: int, quick: bool) -> d
 
 def best_schedule(model: str, compute: float, network: float) -> float:
     """The shortest step that any order of slices allows, if the link carries all in `network` and updates are free."""
-    from pace_jobs import jobs_of
-
     from offbeat.search.auto.trials import with_compute_seconds
-    from offbeat.search.pace import preemptive_schedule
+    from offbeat.search.pace import jobs_of, preemptive_schedule
 
     # At such peaks updates, the only operators without a time of their own, take none.
     jobs = jobs_of(with_compute_seconds(captured(model), compute / 3, compute * 2 / 3), 1e30, 1e30)

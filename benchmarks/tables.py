@@ -44,6 +44,7 @@ TARGETS = {
     "gpu_cross_worst": Target(0.12, "Offbeat: the worst such error"),
     "gpu_recorder": Target(0.03, "Offbeat: what recording costs on GPU ranks"),
     "memory": Target(0.06, "Offbeat: error of estimated memory (dPRO: 5.25%)"),
+    "servers": Target(1.3, "Offbeat: the best all-reduce builder's step over that with servers, on unequal links"),
     "tune": Target(1.2, "AutoDist: 1.2 to 1.6 times as fast as hand-tuned builders"),
 }
 
@@ -501,6 +502,35 @@ def scaling(result: Result) -> Lines:
             f"{found['gain_over_pace']:+.1%} over PACE's schedule in {found['seconds']:.1f} s."
         )
     return [*lines, ""]
+
+
+def servers(result: Result) -> Lines:
+    target = TARGETS["servers"].value
+    rows, lines = [], []
+    for row in result["rows"]:
+        around = row["best"]["all_reduce"]
+        for name, job in row["jobs"].items():
+            over = row["jobs"][around]["median_ms"] / job["median_ms"]
+            rows.append(
+                (
+                    row["model"],
+                    name,
+                    f"{job['median_ms']:.0f}",
+                    f"{job['predicted_ms']:.0f}",
+                    f"{over:.2f}",
+                    at_least(row["gain"], target) if name == row["best"]["servers"] else "",
+                    f"{job['idle_cores']:.1f}",
+                )
+            )
+        moved = row.get("transfer")
+        if moved is None:
+            continue
+        lines.append(
+            f"- {row['model']}: what `optimize` found without a trial is {row['searched_gain']:.2f} times as fast as "
+            f"{around}; carried over to links of {listed(moved['gbit'])} Gbit/s it gains {moved['gain']:.2f}."
+        )
+    heads = ("model", "strategy", "ms", "predicted ms", "best all-reduce / this", f"target {target:.1f}", "idle cores")
+    return [*table(heads, rows), "", *lines, ""]
 
 
 def tune(result: Result) -> Lines:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WORDS, WIDTH, LENGTH, BATCH = 4000, 256, 32, 8
+WORDS, WIDTH, LENGTH, BATCH = 500, 256, 32, 16
 
 
 class LanguageModel(nn.Module):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     # What type checkers see, from the modules that define it; at run time the table below finds names.
     from offbeat import emulate, zoo
-    from offbeat.api import distribute
+    from offbeat.api import distribute, optimize
     from offbeat.cluster import ClusterSpec
     from offbeat.errors import OffbeatError
     from offbeat.graph.capture import capture
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from offbeat.profile.recorder import Recorder
     from offbeat.search.auto.session import tune
     from offbeat.search.frontier.find import find_frontier
-    from offbeat.search.optimize import optimize
     from offbeat.simulate.predict import simulate
     from offbeat.strategy.model import Strategy
     from offbeat.strategy.registry import build_strategy, builders, register_builder
@@ -39,10 +38,9 @@ _NAMES = {
     "offbeat.plan": ("Plan", "lower"),
     "offbeat.timeline": ("Timeline",),
     "offbeat.profile.recorder": ("Recorder",),
-    "offbeat.search.optimize": ("optimize",),
     "offbeat.search.auto.session": ("tune",),
     "offbeat.search.frontier.find": ("find_frontier",),
-    "offbeat.api": ("distribute",),
+    "offbeat.api": ("distribute", "optimize"),
     "offbeat.integrations.ddp": ("ddp_kwargs",),
     "offbeat.monitor": ("Monitor",),
     "offbeat.errors": ("OffbeatError",),

@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
+from offbeat.graph.model import Way
 from offbeat.graph.skeleton import skeleton
 from offbeat.launch import this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime, serve
+from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
@@ -38,11 +42,13 @@ MOST_GPU_MESSAGES = 24
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
 """What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
+GivenModel = TypeVar("GivenModel", bound=torch.nn.Module)
+GivenOptimizer = TypeVar("GivenOptimizer", bound=Optimizer)
 
 
 def distribute(
-    model: torch.nn.Module,
-    optimizer: Optimizer,
+    model: GivenModel,
+    optimizer: GivenOptimizer,
     strategy: Wanted = "auto",
     *,
     example_inputs: Any = None,
@@ -55,7 +61,7 @@ def distribute(
     device_mesh: DeviceMesh | None = None,
     find_unused_parameters: bool | None = None,
     quiet: bool = False,
-) -> tuple[torch.nn.Module, Optimizer]:
+) -> tuple[GivenModel, GivenOptimizer]:
     """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
 
     `strategy` is "auto", a builder's name, the path of a strategy file, or a Strategy. With `example_inputs` (one
@@ -88,13 +94,7 @@ def distribute(
             Path(called).touch()
     _check(model, optimizer, timeout)
     if allow:
-        if not (isinstance(strategy, str) and strategy == "auto"):
-            raise OffbeatError(
-                "distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes"
-            )
-        from offbeat.search.passes.encoding import allowed_encoders
-
-        allowed_encoders(allow)
+        _check_allowed(allow, strategy)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
@@ -112,7 +112,9 @@ def distribute(
             raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
         from offbeat.search.within import strategy_within
 
-        strategy = strategy_within(memory_limit, graph, cluster, world, micro_batches=loss_fn is None, allow=allow)
+        encoding = _encoding_seconds(allow, next(model.parameters()).device, cluster)
+        whole = loss_fn is None
+        strategy = strategy_within(memory_limit, graph, cluster, world, whole, allow, encoding)
     chosen = resolve_strategy(strategy, graph, cluster, world)
     if chosen.operators:
         if world.size != dist.get_world_size():
@@ -135,12 +137,79 @@ def distribute(
         sys.exit(0)
     runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
     runtime.quiet = quiet
-    if strategy == "auto" and 1 < world.size == len(plan.replicas):
-        # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
-        from offbeat.online import Tuner
-
-        Tuner(runtime, graph, cluster, allow)
+    if strategy == "auto" and world.size > 1:
+        _tune(runtime, graph, cluster, allow)
     return model, optimizer
+
+
+def _tune(runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str]) -> None:
+    """Looks for a better plan while the job runs; one with servers keeps its first and says so."""
+    if len(runtime.plan.replicas) < runtime.world.size:
+        name = runtime.plan.strategy.name
+        tell(runtime, Decision(0, f"a job with servers that hold no replica keeps its first plan, {name}"))
+        return
+    # Replay and search load a compiler, which a job with a strategy of its own need not wait for.
+    from offbeat.online import Tuner
+
+    Tuner(runtime, graph, cluster, allow)
+
+
+def optimize(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    model: torch.nn.Module | None = None,
+    example_inputs: Any = None,
+    memory_limit: str | float | None = None,
+    time_limit: float = 30.0,
+    allow: Sequence[str] = (),
+    **options: Any,
+) -> Strategy:
+    """The strategy with the shortest predicted step; `offbeat.search.optimize.search` names the other options.
+
+    With the `model` and its `example_inputs`, its blocks are timed on its device: as they are, compiled and recomputed.
+    That takes a minute or so the first time. Regions are then compiled where it pays, and what recomputing takes is not
+    guessed. Without the model nothing is compiled.
+
+    Gradients are exact unless `allow` names encoders for them: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01',
+    'randomk:0.01', 'powersgd:4'. Each variable is then encoded where that shortens the step, and only there. With 'amp'
+    forward may run under autocast to bfloat16, which needs the model.
+    """
+    # Replay and search load a compiler, which jobs need not wait for.
+    from offbeat.search.optimize import optimize as search
+
+    if model is not None:
+        if example_inputs is None:
+            raise OffbeatError("optimize: a model is timed on its example_inputs, which are not given")
+        options["costs"] = options.get("costs") or Costs()
+        graph, options["costs"], _ = measure(graph, cluster, options["costs"], model, example_inputs, allow)
+    return search(graph, cluster, memory_limit=memory_limit, time_limit=time_limit, allow=allow, **options)
+
+
+def measure(
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    costs: Costs,
+    model: torch.nn.Module,
+    example_inputs: Any,
+    allow: Sequence[str],
+) -> tuple[ModelGraph, Costs, list[str]]:
+    """(graph, costs, notes) with what the model's blocks and the allowed encoders take on the model's device."""
+    from offbeat.profile.blocks import time_blocks
+    from offbeat.search.passes import AMP
+
+    ways: tuple[Way, ...] = ("compiled", "recomputed")
+    timing = time_blocks(graph, model, example_inputs, (*ways, "bf16", "compiled bf16") if AMP in allow else ways)
+    device = next(model.parameters()).device
+    known = {**costs.encoding_seconds_per_byte, **_encoding_seconds(allow, device, cluster)}
+    return timing.graph, replace(costs, encoding_seconds_per_byte=known), timing.notes
+
+
+def _encoding_seconds(allow: Sequence[str], device: torch.device, cluster: ClusterSpec) -> dict[str, float]:
+    from offbeat.profile.blocks import time_encoders
+    from offbeat.search.passes.encoding import allowed_encoders
+
+    return time_encoders(allowed_encoders(allow), device, len(cluster.workers))
 
 
 def _server_ranks(text: str) -> tuple[int, ...]:
@@ -185,6 +254,20 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
         )
     if timeout is not None and timeout <= timedelta(0):
         raise OffbeatError(f"distribute: timeout must be longer than zero, got {timeout}")
+
+
+def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
+    """Refuses what "auto" could not choose in a job under way."""
+    from offbeat.search.passes import AMP
+    from offbeat.search.passes.encoding import allowed_encoders
+
+    if not (isinstance(strategy, str) and strategy == "auto"):
+        raise OffbeatError("distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes")
+    if AMP in allow:
+        raise OffbeatError(
+            "distribute: 'amp' is decided before a job starts; offbeat optimize --allow amp --measure makes a strategy"
+        )
+    allowed_encoders(allow)
 
 
 def resolve_strategy(

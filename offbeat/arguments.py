@@ -71,7 +71,9 @@ def _interface(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[st
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """The types that a union allows, or the one type."""
+    """The types that a union allows, or the one type; of a type variable, those of its bound."""
+    if isinstance(hint, TypeVar):
+        return _kinds(hint.__bound__)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return [kind for one in get_args(hint) for kind in _kinds(one)]

@@ -136,12 +136,6 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def replace_compiled_call(module: torch.nn.Module, call: Any = None) -> Any:
-    """Sets what `module.compile()` has made, by default nothing, and returns what it was."""
-    before, module._compiled_call_impl = module._compiled_call_impl, call
-    return before
-
-
 # Modules
 
 
@@ -161,6 +155,11 @@ def hooks_of(module: torch.nn.Module) -> Iterator[MutableMapping[int, Any]]:
     for name, value in module.__dict__.items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             yield value
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody looks at what a module returns, or at the gradients of that."""
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def remove_forward_hooks(module: torch.nn.Module) -> None:

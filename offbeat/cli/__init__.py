@@ -4,21 +4,30 @@ Each command is a short function in one of the modules below. Everything heavy i
 `offbeat --help` starts without torch.
 """
 
-# Importing a module registers its commands; help lists them in this order.
-from offbeat.cli import (  # noqa: F401, I001
+# Importing a module registers its commands.
+from offbeat.cli import (  # noqa: F401
     catalogue,
-    planning,
+    demo,
+    doctor,
+    emulate,
     frontier,
+    launch,
+    planning,
     profiling,
     report,
     searching,
-    emulate,
-    launch,
-    demo,
     tour,
-    doctor,
     tuning,
 )
-from offbeat.cli.app import app, main
+from offbeat.cli.app import app, group_commands, main
 
 __all__ = ["app", "main"]
+
+group_commands(
+    {
+        "Start here": ("tour", "demo", "doctor"),
+        "Make a job faster": ("profile", "report", "view", "replay", "optimize", "run", "tune", "trials"),
+        "Plan before there is a job": ("models", "clusters", "builders", "plan", "explain", "frontier", "calibrate"),
+        "Run a script on several hosts": ("emulate", "launch"),
+    }
+)

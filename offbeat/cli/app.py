@@ -15,7 +15,7 @@ from offbeat.errors import OffbeatError
 from offbeat.launch import INTERRUPTED
 
 SCRIPT_SETTINGS = {"ignore_unknown_options": True}
-"""What a command that runs a script does not know goes to the script, and so does everything behind '--'."""
+"""Options that a command which runs a script does not know go to the script, and so does everything behind '--'."""
 
 app = typer.Typer(
     name="offbeat",
@@ -75,7 +75,7 @@ Script = Annotated[
     list[str],
     Argument(
         metavar="SCRIPT [ARGS]...",
-        help="The training script; its own options follow it, behind '--' where they are called like one of these.",
+        help="The training script and its options; those that are named like one of these go behind '--'.",
         autocompletion=complete_script,
     ),
 ]
@@ -83,6 +83,15 @@ SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="Save the s
 Trace = Annotated[Path, Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
 Ranks = Annotated[int, Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
 Timeout = Annotated[float | None, Option(min=0, help="Seconds after which the job is ended.")]
+
+
+def group_commands(groups: dict[str, tuple[str, ...]]) -> None:
+    """Lets the help list the registered commands under these headings, in this order."""
+    registered = {command.callback.__name__: command for command in app.registered_commands if command.callback}
+    for heading, names in groups.items():
+        for name in names:
+            registered[name].rich_help_panel = heading
+    app.registered_commands[:] = [registered[name] for names in groups.values() for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

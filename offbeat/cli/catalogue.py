@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from offbeat import units
 from offbeat.cli.app import Json, app, complete_cluster
-from offbeat.cli.show import print_facts, print_json, print_rows
+from offbeat.cli.show import print_facts, print_json, print_paragraphs, print_rows
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
@@ -76,20 +76,26 @@ def builders(as_json: Json = False) -> None:
     """List the strategy builders, when to use which, and their options."""
     from offbeat.strategy import builders as names
 
-    rows = [{"builder": name, **builder_words(name)} for name in names()]
-    print_rows(rows, as_json, options=lambda given: " ".join(f"{name}={value}" for name, value in given.items()) or "-")
+    found = [{"builder": name, **builder_words(name)} for name in names()]
+    if as_json:
+        print_json(found)
+        return
+    for each in found:
+        options = " ".join(f"{name}={value}" for name, value in each["options"].items())
+        lines = [f"Use it {each['use']}.", each["summary"], *([f"Options: {options}"] if options else [])]
+        print_paragraphs(each["builder"], lines)
 
 
 def builder_words(name: str) -> dict[str, Any]:
     """What a builder makes, when to use it, and its options with their defaults."""
     # One builder per file, called what it is registered as.
     build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
-    summary, _, rest = (inspect.getdoc(build) or "").partition("\n")
+    summary, _, rest = (inspect.getdoc(build) or "").partition("\n\n")
     use = next(
         (line.removeprefix("Use it ").rstrip(".") for line in rest.split("\n") if line.startswith("Use it ")), ""
     )
     options = {each.name: each.default for each in list(inspect.signature(build).parameters.values())[2:]}
-    return {"use": use, "summary": summary, "options": options}
+    return {"use": use, "summary": " ".join(summary.split()), "options": options}
 
 
 def load_cluster(text: str) -> "ClusterSpec":

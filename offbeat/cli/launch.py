@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from offbeat.cli.app import Cluster, Json, Timeout, app
+from offbeat.cli.app import SCRIPT_SETTINGS, Cluster, Json, Script, Timeout, app
 from offbeat.cli.show import exit_if_failed, print_json, stdout_to_stderr
 from offbeat.errors import OffbeatError
 from offbeat.launch import (
@@ -36,10 +36,10 @@ MASTER_PORT = 29_500
 
 @app.command(
     epilog="Example: offbeat launch --cluster cluster.yaml train.py --steps 10",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings=SCRIPT_SETTINGS,
 )
 def launch(
-    script: Annotated[list[str], Argument(metavar="SCRIPT [ARGS]...", help="The training script, or a program.")],
+    script: Script,
     cluster: Cluster,
     ssh: Annotated[str, Option(help="The ssh command, with options of your own.")] = "ssh",
     python: Annotated[str, Option(help="Python on every node, in which Offbeat is installed.")] = sys.executable,
@@ -48,7 +48,7 @@ def launch(
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a script on every node of a cluster file over ssh, as torchrun would, in the folder that this one is."""
+    """Run a script on every node of a cluster file over ssh, as torchrun would, in a folder of the same path."""
     from offbeat.cli.catalogue import load_cluster
 
     spec = load_cluster(cluster)

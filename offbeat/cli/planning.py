@@ -55,17 +55,17 @@ def plan(
 
         chosen = loaded.build(graph, spec) if isinstance(loaded, Recipe) else loaded
         lowered = lower(graph, spec, chosen, rank=rank)
-    facts = summarise(lowered)
+    predicted: dict[str, Any] = {}
     if rank is None:
         with progress("replaying"):
             from offbeat.simulate import simulate
 
             timeline = simulate(lowered)
-        facts["predicted_step_seconds"] = timeline.iteration_time
-        facts["predicted_peak_memory_bytes"] = max(timeline.peak_memory)
+        predicted["predicted_step_seconds"] = timeline.iteration_time
+        predicted["predicted_peak_memory_bytes"] = max(timeline.peak_memory)
     if output is not None:
         chosen.save(output)
-    print_facts(facts, as_json, parameters="{:,}".format)
+    print_facts(predicted | summarise(lowered), as_json, parameters="{:,}".format)
 
 
 @app.command(epilog="Example: offbeat explain strategy.json --model resnet50 --cluster B7")
@@ -120,6 +120,18 @@ def capture_model(text: str, scale: float | None) -> "ModelGraph":
         from offbeat.graph import capture
 
         return capture(*_call(text))
+
+
+def build_model(text: str, scale: float | None) -> tuple[Any, Any]:
+    """(model, example inputs) with memory: a zoo model on this machine's device, or what the named function returns."""
+    if ":" in text:
+        return _call(text)
+    import torch
+
+    from offbeat import zoo
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return zoo.build(text, 1.0 if scale is None else scale)
 
 
 def summarise(plan: "Plan") -> dict[str, Any]:

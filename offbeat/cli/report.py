@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import Json, Scale, Trace, app
+from offbeat.cli.app import Json, Scale, Trace, app, complete_cluster, complete_model
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model
 from offbeat.cli.show import print_facts, print_json, progress, require_folder, say
@@ -82,8 +82,14 @@ def _name(other: Path, trace: Path) -> str:
 @app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")
 def view(
     trace: Annotated[Path | None, Argument(help="A recording, torch.profiler's traces, or a saved timeline.")] = None,
-    model: Annotated[str | None, Option(help="A zoo model, or pkg.mod:function, that was not recorded.")] = None,
-    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="A preset or a file: where it would run.")] = None,
+    model: Annotated[
+        str | None,
+        Option(help="A zoo model, or pkg.mod:function, that was not recorded.", autocompletion=complete_model),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        Option(metavar="NAME|FILE", help="A preset or a file: where it would run.", autocompletion=complete_cluster),
+    ] = None,
     scale: Scale = None,
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULT_PORT,
     open_browser: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,

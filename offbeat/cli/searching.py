@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from offbeat.cli.app import (
     complete_strategy,
 )
 from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import capture_model, read_strategy
+from offbeat.cli.planning import build_model, capture_model, read_strategy
 from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
@@ -47,17 +48,30 @@ def optimize(
     ] = None,
     model: Annotated[
         str | None,
-        Option(metavar="NAME|pkg.mod:function", help="The model of torch.profiler's traces, for its names."),
+        Option(
+            metavar="NAME|pkg.mod:function",
+            help="The traces' model: for names of torch.profiler's, or --measure.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     scale: Scale = None,
     allow: Annotated[
         list[str] | None,
-        Option(metavar="ENCODER", help="May encode gradients: bf16, fp16, int8, topk:0.01, powersgd:4. Repeatable."),
+        Option(
+            metavar="ENCODER",
+            help="May encode gradients: bf16, fp16, int8, topk:0.01, powersgd:4; amp may autocast. Repeatable.",
+        ),
     ] = None,
+    measure: Annotated[
+        bool, Option("--measure", help="Time the model's blocks here, as they are, compiled and recomputed.")
+    ] = False,
+    *,
     as_json: Json = False,
 ) -> None:
     """Search by replay for the strategy with the shortest step, and say what it gains and why."""
-    graph, spec, costs, named, notes, measured = _job(source, cluster, scale, workers, model)
+    graph, spec, costs, named, notes, measured = _job(source, cluster, scale, workers, model, measure)
+    if measure:
+        graph, costs = _measured(graph, spec, costs, model or source, scale, allow or (), notes)
     with progress("searching", time_limit):
         from offbeat.search.explain import explain
         from offbeat.search.optimize import optimize as search
@@ -145,8 +159,29 @@ def run(
             )
 
 
+def _measured(
+    graph: Any, spec: Any, costs: Any, model: str, scale: float | None, allow: Sequence[str], notes: list[str]
+) -> tuple[Any, Any]:
+    """(graph, costs) with what the model's blocks and the allowed encoders take on this machine."""
+    with progress(f"timing the blocks of {model}"):
+        import torch
+
+        from offbeat.api import measure
+        from offbeat.cost.measured import Costs
+
+        built, inputs = build_model(model, scale)
+        timed, known, problems = measure(graph, spec, costs or Costs(), built, inputs, allow)
+        place = next(built.parameters()).device
+    here = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    there = spec.device_of(spec.workers[0]).device
+    notes += problems
+    if here.lower() not in there.lower() and there.lower() not in here.lower():
+        notes.append(f"blocks were timed on {here}; what they gain on the cluster's {there} is a guess")
+    return timed, known
+
+
 def _job(
-    source: str, cluster: str | None, scale: float | None, workers: int | None, model: str | None
+    source: str, cluster: str | None, scale: float | None, workers: int | None, model: str | None, measure: bool
 ) -> tuple[Any, Any, Any, bool, list[str], dict[str, Any]]:
     """(graph, cluster, costs, whether variables have the model's names, notes, what was measured) of a recording or of
     a model."""
@@ -158,9 +193,11 @@ def _job(
         spec = load_cluster(cluster)
         return capture_model(source, scale), spec, None, True, [], {}
     recorded = any(Path(source).glob("rank*.jsonl"))
-    if recorded and model is not None:
-        raise OffbeatError(f"--model: the recording {source!r} has the names of its own model")
-    graph = None if model is None else capture_model(model, scale)
+    if recorded and model is not None and not measure:
+        raise OffbeatError(f"--model: the recording {source!r} has the names of its own model; --measure needs it")
+    if measure and model is None:
+        raise OffbeatError(f"--measure: what is timed is the model, which {source!r} does not hold; --model names it")
+    graph = None if model is None or recorded else capture_model(model, scale)
     with progress("reading the traces"):
         from offbeat.profile.ddp_trace import load_ddp_profile
         from offbeat.profile.measure import load_profile

@@ -73,9 +73,22 @@ def print_facts(facts: Mapping[str, Any], as_json: bool = False, **formats: Form
     _print(table)
 
 
+def print_paragraphs(title: str, paragraphs: Sequence[str]) -> None:
+    """A title, and below it each paragraph indented."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    _print(Text(title, style="bold"))
+    for each in paragraphs:
+        _print(Padding(Text(each), (0, 0, 0, 4)))
+
+
 @contextmanager
-def progress(what: str, most_seconds: float | None = None) -> Generator[None, None, None]:
-    """While the block runs, the seconds since it began and, of work with a limit, those left; on a terminal only."""
+def progress(
+    what: str, most_seconds: float | None = None, about_seconds: float | None = None
+) -> Generator[None, None, None]:
+    """While the block runs, the seconds since it began and, where a limit or an estimate is known, those left; on a
+    terminal only."""
     if not sys.stderr.isatty():
         yield
         return
@@ -86,7 +99,12 @@ def progress(what: str, most_seconds: float | None = None) -> Generator[None, No
     class Seconds(ProgressColumn):
         def render(self, task: Task) -> Text:
             passed = task.elapsed or 0.0
-            left = "" if most_seconds is None else f", at most {max(0, math.ceil(most_seconds - passed))} s left"
+            left = ""
+            if most_seconds is not None:
+                left = f", at most {max(0, math.ceil(most_seconds - passed))} s left"
+            elif about_seconds is not None:
+                more = math.ceil(about_seconds - passed)
+                left = f", about {more} s left" if more > 0 else ", longer than expected"
             return Text(f"{task.description}: {passed:.0f} s{left}")
 
     with Progress(SpinnerColumn(), Seconds(), console=Console(stderr=True), transient=True) as shown:
@@ -111,14 +129,14 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None, None, None]:
         os.close(kept)
 
 
-def _print(table: Any) -> None:
+def _print(content: Any) -> None:
     from rich.console import Console
 
     # A pipe has no width of its own, and a script needs whole lines.
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(content)
     for line in capture.get().splitlines():
         print(line.rstrip())
 
@@ -140,4 +158,4 @@ def _text(name: str, value: Any, formats: Mapping[str, Format]) -> str:
 
 
 def _title(name: str) -> str:
-    return name.removesuffix("_seconds").replace("_", " ")
+    return name.removesuffix("_seconds").replace("memory_bytes", "memory").replace("_", " ")

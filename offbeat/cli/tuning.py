@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from offbeat import units
-from offbeat.cli.app import Json, app
+from offbeat.cli.app import SCRIPT_SETTINGS, Json, app, complete_cluster, complete_script
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
@@ -26,10 +26,19 @@ Store = Annotated[Path, Option(metavar="FILE", help="The trial store.")]
 
 
 @app.command(
-    epilog="Example: offbeat tune train.py --trials 20 --hosts 4 --bandwidth 1Gbit/s -o strategy.json -- --batch 8"
+    epilog="Example: offbeat tune train.py --batch 8 --trials 20 --hosts 4 --bandwidth 1Gbit/s -o strategy.json",
+    context_settings=SCRIPT_SETTINGS,
 )
 def tune(
-    script: Annotated[list[str], Argument(metavar="SCRIPT [-- ARGS]...", help="A script, or pkg.mod:function.")],
+    script: Annotated[
+        list[str],
+        Argument(
+            metavar="SCRIPT [ARGS]...",
+            help="A training script, or pkg.mod:function, and its options; those that are named like one of these go "
+            "behind '--'.",
+            autocompletion=complete_script,
+        ),
+    ],
     *,
     trials: Annotated[int, Option(min=1, help="Strategies to run.")] = 20,
     output: Annotated[Path, Option("-o", "--output", help="Where the best strategy goes.")] = Path("strategy.json"),
@@ -41,7 +50,10 @@ def tune(
     master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
     hosts: Annotated[int | None, Option(min=1, help="Emulate this many hosts instead.")] = None,
     bandwidth: Annotated[str, Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
-    cluster: Annotated[str | None, Option(metavar="NAME|FILE", help="What the ranks run on, if known.")] = None,
+    cluster: Annotated[
+        str | None,
+        Option(metavar="NAME|FILE", help="What the ranks run on, if known.", autocompletion=complete_cluster),
+    ] = None,
     guide: Annotated[str, Option(help="combined, replay, rnn, gat, linear, predefined or random.")] = "combined",
     seed: Annotated[int, Option(min=0, help="Of the sampler.")] = 0,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps of a trial.")] = 10,

@@ -117,7 +117,9 @@ def _server_features(message: Message, plan: Plan) -> MessageFeatures:
 def _collective_features(tasks: Iterable[Task], cluster: ClusterSpec) -> MessageFeatures:
     """Eq. 3, for each collective that carries a part of the message."""
     shared = [task for task in tasks if len(task.ranks) > 1]
-    transfer = sum((task.link_bytes / cluster.ring_bandwidth(task.ranks) for task in shared), 0.0)
+    # Relayed slices have different roots at once, so that the slowest link carries each once.
+    sent = [task.wire_bytes if task.kind == "relay" else task.link_bytes for task in shared]
+    transfer = sum((size / cluster.ring_bandwidth(t.ranks) for size, t in zip(sent, shared, strict=True)), 0.0)
     return MessageFeatures(transfer, float(sum(len(task.ranks) for task in shared)), float(len(shared)), None)
 
 

@@ -23,7 +23,7 @@ from offbeat.strategy import Encoder
 
 SERVED = ("reduce", "broadcast")
 """What servers use: gradients come, parameters go."""
-ROOTED = (*SERVED, "gather")
+ROOTED = (*SERVED, "gather", "relay")
 """Collectives to or from one rank."""
 OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
@@ -119,7 +119,8 @@ class Costs:
 
     def goes_straight(self, task: Task) -> bool:
         """Whether ranks' links are taken for different times, each in one direction (`straight_seconds`)."""
-        return self.straight and task.kind in SERVED and len(task.ranks) > 1
+        straight = task.kind == "relay" or (self.straight and task.kind in SERVED)
+        return straight and len(task.ranks) > 1
 
     def straight_seconds(self, task: Task, rank: int, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
         """(seconds before the first byte, seconds for which a participant's link is taken) where tasks go straight."""
@@ -221,8 +222,9 @@ def network_seconds(plan: Plan, costs: Costs) -> float:
     in_flight, links = plan.strategy.schedule.in_flight, Collectives(plan.cluster)
     for task in plan.communication:
         if costs.goes_straight(task):
-            for rank in task.ranks:
-                busy[rank, task.fills_incoming(rank)] += costs.straight_seconds(task, rank, links, in_flight)[1]
+            for half in task.halves:
+                for rank in task.ranks:
+                    busy[rank, half.fills_incoming(rank)] += costs.straight_seconds(half, rank, links, in_flight)[1]
             continue
         seconds, _, overhead = costs.collective(task, links, in_flight)
         if in_flight > 1:

@@ -117,7 +117,7 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
         return held, at_step
     if len(plan.replicas) > 1:
         held["communication"] = sum(c.bytes for c in graph.constants if c.kind == "buffer")
-    for message in plan.messages if rank in plan.replicas else [m for m in plan.messages if m.owner == rank]:
+    for message in plan.messages if rank in plan.replicas else [m for m in plan.messages if rank in m.servers]:
         _add_message(held, at_step, message, plan, rank)
     return held, at_step
 
@@ -154,7 +154,7 @@ def _add_message(held: Bytes, at_step: Bytes, message: Message, plan: Plan, rank
     if plan.strategy.accumulation > 1:
         at_step["gradients"] += message.bytes
     share = 1.0
-    if message.owner is not None:
+    if message.owner is not None or rank not in plan.replicas:
         share = float(rank == message.owner)
     elif message.synchronizer == "sharded":
         share = 1.0 / ranks

@@ -25,7 +25,7 @@ from offbeat.errors import OffbeatError
 from offbeat.plan.model import sent_per_byte
 
 _ONE_ROUND = ("reduce_scatter", "all_gather", "all_to_all", "gather", "reduce", "broadcast")
-ROUNDS = {"all_reduce": 2, **dict.fromkeys(_ONE_ROUND, 1)}
+ROUNDS = {"all_reduce": 2, "relay": 2, **dict.fromkeys(_ONE_ROUND, 1)}
 """How often a message goes around the ring, or down the chain, of w ranks: each time it takes w − 1 latencies."""
 HUBER = 1.345
 """Standard deviations up to which a residual counts in full: 95% efficient where the noise is normal (Huber 1964)."""
@@ -72,7 +72,7 @@ class Collectives:
 
 def find_table(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec) -> CollectiveTable | None:
     """The table measured for these very ranks, or for as many ranks that are placed and linked alike."""
-    if not cluster.tables or kind in ("gather", "update"):
+    if not cluster.tables or kind in ("gather", "relay", "update"):
         return None
     exact = cluster.table(kind, (ranks,))  # type: ignore[arg-type]
     single = (table for table in cluster.tables if table.collective == kind and len(table.groups) == 1)

@@ -6,7 +6,7 @@ for one of them where a step accumulates the gradients of several (`passes`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -129,6 +129,41 @@ class Constant(_Sized):
     kind: Literal["buffer", "frozen"]
 
 
+Way = Literal["eager", "compiled", "recomputed", "bf16", "compiled bf16"]
+"""How a block is computed: as it is, by torch.compile, with its forward repeated in backward, under autocast."""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """What modules that run one after another take on one device, measured."""
+
+    modules: tuple[str, ...]
+    """Their paths, in the order in which they run."""
+    seconds: Mapping[Way, tuple[float, float]]
+    """Of forward and backward in a step; 'eager' is always among them."""
+
+    def __post_init__(self) -> None:
+        known = all(0 <= seconds < math.inf for pair in self.seconds.values() for seconds in pair)
+        if "eager" not in self.seconds or not known:
+            raise OffbeatError(f"block {quote(' '.join(self.modules))} has no seconds that can be compared")
+
+    def factor(self, way: Way, phase: Phase) -> float:
+        """By how much a phase takes longer that way; 1 where that was not measured."""
+        place = ("forward", "backward").index(phase)
+        before, after = self.seconds["eager"][place], self.seconds.get(way, self.seconds["eager"])[place]
+        return after / before if before else 1.0
+
+    def recomputing(self) -> float | None:
+        """What recomputing adds to a step, as a share of the forward; None where it was not measured."""
+        if "recomputed" not in self.seconds or not self.seconds["eager"][0]:
+            return None
+        return max(0.0, sum(self.seconds["recomputed"]) - sum(self.seconds["eager"])) / self.seconds["eager"][0]
+
+    def holds(self, module: str) -> bool:
+        """Whether a module is, or lies in, one of the block's."""
+        return any(module == path or module.startswith(f"{path}.") for path in self.modules)
+
+
 @dataclass(frozen=True)
 class ModelGraph:
     """What capture saw of one training step."""
@@ -146,6 +181,8 @@ class ModelGraph:
     passes: int = 1
     """Forward and backward passes of a step in which the training loop accumulates gradients. The operators are those
     of one pass; only the last pass synchronises, and one update follows it."""
+    blocks: tuple[BlockTimes, ...] = ()
+    """What blocks of the model take if they are computed otherwise, where that was measured."""
     format: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -231,10 +268,12 @@ class ModelGraph:
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of the same."""
         return sum(v.bytes for v in self.variables) + sum(c.bytes for c in self.constants if c.kind == "frozen")
 
     @property
     def flops(self) -> int:
+        """Floating-point operations of one pass of one rank."""
         return sum(operator.flops for operator in self.operators)
 
     @property
@@ -247,6 +286,7 @@ class ModelGraph:
         """Equal for graphs of the same step, whether profiled or not and whatever they are called."""
         content = asdict(self)
         content.pop("name")
+        content.pop("blocks")
         if self.passes == 1:
             # Trials kept from before the field existed are found by their digest.
             content.pop("passes")
@@ -263,6 +303,28 @@ class ModelGraph:
         """The same graph with measured operator times."""
         timed = (replace(operator, seconds=seconds.get(operator.name, operator.seconds)) for operator in self.operators)
         return replace(self, operators=tuple(timed))
+
+    def with_blocks(self, blocks: Iterable[BlockTimes]) -> "ModelGraph":
+        """The same graph with what blocks were measured to take.
+
+        Operators of a block that were not measured themselves share its seconds by what they compute and move, and
+        those outside of all blocks are taken to be as fast.
+        """
+        measured, found = tuple(blocks), dict[str, float]()
+        for place, phase in enumerate[Phase](("forward", "backward")):
+            operators = [op for op in self.phase(phase) if op.seconds is None]
+            weight = {op.name: 0 if op.kind == "view" else op.flops + op.bytes_moved for op in operators}
+            waiting = {op.name: op for op in operators}
+            taken = heavy = 0.0
+            for block in measured:
+                mine = [name for name, op in waiting.items() if block.holds(op.module)]
+                total, seconds = sum(weight[name] for name in mine), block.seconds["eager"][place]
+                for name in mine:
+                    found[name] = seconds * (weight[name] / total if total else 1 / len(mine))
+                    del waiting[name]
+                taken, heavy = taken + seconds, heavy + total
+            found |= {name: weight[name] * taken / heavy for name in waiting} if heavy else {}
+        return replace(self.with_seconds(found), blocks=measured)
 
     def with_optimizer(self, name: str, slots: int) -> "ModelGraph":
         """The same graph trained by another optimizer."""
@@ -286,10 +348,12 @@ class ModelGraph:
         return graph
 
     def save(self, path: str | PathLike[str]) -> None:
+        """Writes JSON, whole or not at all."""
         files.write_atomic(path, self.to_json(), "model graph")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "ModelGraph":
+        """Reads what `save` wrote."""
         return cls.from_json(files.read_bytes(path, "model graph"), origin=str(path))
 
 

@@ -185,7 +185,7 @@ def _plan(strategy: Wanted, model: torch.nn.Module, graph: ModelGraph | None, cl
     cluster = cluster or ClusterSpec.local(dist.get_world_size() if joined else 1)
     graph = graph or skeleton(model)
     chosen = resolve_strategy(strategy, graph, cluster)
-    for field in ("operators", "weights", "accumulation", "recompute", "fusion"):
+    for field in ("operators", "weights", "accumulation", "recompute", "fusion", "precision"):
         value = getattr(chosen, field)
         if value and value != 1:
             raise StrategyError(f"DDP cannot run the strategy's {field} ({value!r}); use offbeat.distribute")

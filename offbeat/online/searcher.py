@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -102,11 +103,12 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     graph = ModelGraph.from_json(request["graph"])
     profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
     issue_seconds = profile.host_late * ISSUE_SECONDS
-    job = (profile.graph, profile.cluster, profile.costs, profile.strategy)
+    costs = replace(profile.costs, encoding_seconds_per_byte=request["encoding"])
+    job = (profile.graph, profile.cluster, costs, profile.strategy)
     found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds, allow=request["allow"])
     return {
         "graph": profile.graph.to_json().decode(),
-        "costs": profile.costs.to_dict(),
+        "costs": costs.to_dict(),
         "notes": list(profile.timeline.notes),
         "candidates": [
             {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}

@@ -20,6 +20,7 @@ from offbeat.graph import ModelGraph
 from offbeat.online.searcher import Searcher, SearchFailed
 from offbeat.online.verdict import Verdict
 from offbeat.plan import Plan, lower
+from offbeat.profile.blocks import time_encoders
 from offbeat.profile.recorder import MemoryRecorder
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.handle import Decision, tell
@@ -65,6 +66,13 @@ class Tuner:
 
     def __init__(self, runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str] = ()) -> None:
         self.allow = allow
+        self.encoding: dict[str, float] = {}
+        """Seconds to encode and decode a byte, by the allowed encoder's name."""
+        if allow and not runtime.world.rank:
+            # The search is loaded for this only.
+            from offbeat.search.passes.encoding import allowed_encoders
+
+            self.encoding = time_encoders(allowed_encoders(allow), runtime.device, runtime.world.size)
         self.runtime = runtime
         self.graph = graph
         self.cluster = cluster
@@ -297,6 +305,7 @@ class Tuner:
             "graph": self.graph.to_json().decode(),
             "barrier": self._must_wait(),
             "allow": list(self.allow),
+            "encoding": self.encoding,
         }
 
     def _must_wait(self) -> bool:

@@ -21,7 +21,8 @@ def check(plan: Plan) -> None:
     for task in plan.tasks:
         tasks_of[task.message].append(task)
     for message in plan.messages:
-        _check_slices(message, tasks_of[message.index])
+        if plan.rank not in message.roots or plan.rank in plan.replicas:
+            _check_slices(message, tasks_of[message.index])
         if plan.rank is None:
             _check_exchange(plan, message, tasks_of[message.index])
         elif plan.rank in plan.replicas and not any(
@@ -85,7 +86,8 @@ def _check_slices(message: Message, tasks: list[Task]) -> None:
     """Every stage covers the message once; groups of ranks within a stage cover it side by side."""
     ranges: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
     for task in tasks:
-        ranges[(task.stage, task.ranks)].append((task.start, task.stop))
+        # Each slice of a relayed message has a root of its own choice.
+        ranges[(task.stage, () if task.kind == "relay" else task.ranks)].append((task.start, task.stop))
     for (stage, _), spans in ranges.items():
         reached = 0
         for start, stop in sorted(spans):
@@ -108,7 +110,7 @@ def _check_exchange(plan: Plan, message: Message, tasks: list[Task]) -> None:
             if sum(map(len, parts)) != len(merged):
                 raise PlanError(f"task {task.name} adds a replica's gradient of message {message.index} twice")
             for rank in task.ranks:
-                holds[rank] = merged if task.root in (None, rank) else frozenset()
+                holds[rank] = merged if task.kind == "relay" or task.root in (None, rank) else frozenset()
             continue
         for rank in task.ranks if task.kind == "update" else ():
             if holds[rank] != everyone:

@@ -1,11 +1,19 @@
-"""Replication, operator fusion, recomputation and accumulation: the graph level of a strategy → compute segments."""
+"""Replication, operator fusion, recomputation and accumulation: the graph level of a strategy → compute segments.
+
+What compiling, recomputing or autocast changes is taken from blocks that were measured (`ModelGraph.blocks`), as a
+factor on the seconds of their operators. Without that, compiling is taken to save the traffic between operators,
+recomputing to take as long as forward, and autocast to change nothing: guesses.
+"""
 
 from dataclasses import replace
 from itertools import groupby
 
 from offbeat.errors import StrategyError
+from offbeat.graph import ModelGraph, Operator
 from offbeat.graph.coarsen import Segment, segments
+from offbeat.graph.model import BlockTimes, Way
 from offbeat.plan.model import Draft
+from offbeat.strategy import Strategy
 
 
 def replicate(draft: Draft) -> None:
@@ -20,7 +28,24 @@ def replicate(draft: Draft) -> None:
     shares = strategy.weights or (1.0,) * len(draft.replicas)
     total = sum(shares)
     draft.weights = tuple(share / total for share in shares)
-    draft.segments = [segment for segment in segments(draft.graph) if segment.phase != "optimizer"]
+    timed = _as_computed(draft.graph, strategy)
+    draft.segments = [segment for segment in segments(timed) if segment.phase != "optimizer"]
+
+
+def _as_computed(graph: ModelGraph, strategy: Strategy) -> ModelGraph:
+    """The graph with the seconds of its operators where they are compiled or run under autocast, as far as measured."""
+    regions = [block for block in graph.blocks if block.modules in strategy.fusion]
+    ways: list[tuple[BlockTimes, Way]] = [(block, "compiled") for block in regions]
+    if strategy.precision is not None:
+        ways = [(block, "compiled bf16" if "compiled bf16" in block.seconds else way) for block, way in ways]
+        ways += [(block, "bf16") for block in graph.blocks if "bf16" in block.seconds]
+    seconds: dict[str, float] = {}
+    for operator in graph.operators if ways else ():
+        if operator.phase != "optimizer" and operator.seconds is not None:
+            way = next(((block, way) for block, way in ways if block.holds(operator.module)), None)
+            if way is not None:
+                seconds[operator.name] = operator.seconds * way[0].factor(way[1], operator.phase)
+    return graph.with_seconds(seconds) if seconds else graph
 
 
 def fuse(draft: Draft) -> None:
@@ -86,10 +111,18 @@ def recompute(draft: Draft) -> None:
             flops=sum(operator.flops for operator in inside),
             bytes_moved=sum(operator.bytes_moved for operator in inside),
             activation_bytes=sum(operator.activation_bytes for operator in inside),
-            seconds=_total([operator.seconds for operator in inside]),
+            seconds=_recomputing(draft, path, inside),
             recomputed=True,
         )
         draft.segments.insert(position, again)
+
+
+def _recomputing(draft: Draft, path: str, forward: list[Operator]) -> float | None:
+    """Seconds by which recomputing a module prolongs a step: measured, else what its forward takes."""
+    total = _total([operator.seconds for operator in forward])
+    block = next((block for block in draft.graph.blocks if block.modules == (path,)), None)
+    share = None if block is None else block.recomputing()
+    return total if total is None or share is None else total * share
 
 
 def accumulate(draft: Draft) -> None:

@@ -4,6 +4,7 @@ Shards of one group number travel together as far as they can: same synchroniser
 encoder and staleness. Sparse gradients and sufficient factors have a shape of their own and always travel alone.
 """
 
+from collections import Counter
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -15,6 +16,8 @@ ALONE = ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast")
 """Synchronisers whose messages hold one piece each."""
 _FROM_SHARD = ("group", "synchronizer", "owner", "stations", "reduction_order", "encoder", "staleness", "asynchronous")
 """What a message takes from its shards."""
+_HALVINGS, _NO_SHARE = 60, 1e-6
+"""Steps of the search for the busiest link's time, and the share below which a rank sums nothing."""
 
 
 def partition(draft: Draft) -> None:
@@ -51,7 +54,8 @@ def synchronise(draft: Draft) -> None:
         dtype = draft.graph.variable(piece.variable).dtype
         alone = shard.group is None or shard.synchronizer in ALONE
         # Everything but the placement of replicated shards, which is all replicas whether written out or not.
-        signature = (shard.model_copy(update={"placement": (shard.owner,)}), dtype)
+        kept = shard.placement if shard.synchronizer == "summation_server" else (shard.owner,)
+        signature = (shard.model_copy(update={"placement": kept}), dtype)
         merged.setdefault(number if alone else signature, []).append((piece, shard))
     parcels = sorted(merged.values(), key=lambda parcel: max(ready[piece.variable] for piece, _ in parcel))
     stages_of = lru_cache(maxsize=None)(lambda shard: make_stages(shard, draft.replicas, draft.cluster))
@@ -59,6 +63,8 @@ def synchronise(draft: Draft) -> None:
         first, shard = parcel[0]
         travels = {name: getattr(shard, name) for name in _FROM_SHARD}
         dtype = draft.graph.variable(first.variable).dtype
+        if shard.synchronizer == "summation_server":
+            travels["roots"] = tuple(root_shares(shard.placement, draft.replicas, draft.cluster))
         draft.messages.append(Message(index=index, pieces=tuple(p for p, _ in parcel), dtype=dtype, **travels))
         draft.stages.append(stages_of(shard))
 
@@ -72,6 +78,9 @@ def make_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec) -
             return Stage("all_gather" if shard.encoder.gathered else "all_reduce", everyone), applied
         case "sparse_all_gather" | "factor_broadcast":
             return Stage("all_gather", everyone), applied
+        case "summation_server":
+            # Which rank is the root is chosen slice by slice (`offbeat.plan.schedule`).
+            return Stage("relay", ((replicas, None),)), applied
         case "sharded":
             return Stage("reduce_scatter", everyone), applied, Stage("all_gather", everyone, returns=True)
         case _:
@@ -107,3 +116,32 @@ def _server_stages(shard: Shard, replicas: tuple[int, ...], cluster: ClusterSpec
         Stage("update", (((owner,), None),)),
         *(Stage("broadcast", groups, returns=True) for groups in reversed(levels)),
     )
+
+
+def root_shares(placement: tuple[int, ...], replicas: tuple[int, ...], cluster: ClusterSpec) -> dict[int, float]:
+    """The share of the bytes that each rank sums, so that the busiest link is taken for as short as possible.
+
+    A node with k of the n replicas sends k gradients up and k sums back; for the share s that it sums it hears from the
+    n − k others, and k gradients fewer leave it: its link carries k + (n − 2k) s in each direction. All links that sum
+    are taken for equally long, which for equal links is BytePS's optimum (Jiang et al., OSDI 2020); a link
+    that is slower than that sums nothing. Without a placement the first rank of each node may sum.
+    """
+    first = {cluster.node_of(rank): rank for rank in reversed(placement or (*replicas, *cluster.servers))}
+    on_node = Counter(cluster.node_of(rank) for rank in replicas)
+    count = len(replicas)
+
+    def shares(seconds: float) -> dict[int, float]:
+        """What each root can sum while one gradient takes a link of 1 byte/s for a second."""
+        found = {}
+        for node, rank in first.items():
+            left, more = seconds * cluster.node_bandwidth(node) - on_node[node], count - 2 * on_node[node]
+            found[rank] = 0.0 if left <= 0 else min(1.0, left / more) if more > 0 else 1.0
+        return found
+
+    low, high = 0.0, count / min(cluster.node_bandwidth(node) for node in first)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(shares(middle).values()) >= 1 else (middle, high)
+    found = shares(high)
+    total = sum(found.values())
+    return {rank: share / total for rank, share in sorted(found.items()) if share > _NO_SHARE * total}

@@ -23,10 +23,16 @@ from offbeat.strategy.model import Synchronizer
 if TYPE_CHECKING:
     from offbeat.plan.program import StepProgram
 
-TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "update"]
+TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "relay", "update"]
+"""A relay sums at its root what the others send there, and sends the sum back to them."""
 
 
-REPLICATED: tuple[Synchronizer, ...] = ("all_reduce", "sparse_all_gather", "factor_broadcast")
+REPLICATED: tuple[Synchronizer, ...] = (
+    "all_reduce",
+    "sparse_all_gather",
+    "factor_broadcast",
+    "summation_server",
+)
 """Synchronisers after which every replica applies the update itself."""
 
 
@@ -66,6 +72,8 @@ class Message:
     """Encoded bytes of one replica's gradient."""
     parameter_bytes: int = 0
     """Bytes that go back from a server to a replica."""
+    roots: tuple[int, ...] = ()
+    """Ranks that sum it for all replicas, each some of its slices."""
 
     @property
     def elements(self) -> int:
@@ -78,6 +86,11 @@ class Message:
     @property
     def variables(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(piece.variable for piece in self.pieces))
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks that own or sum it; () if replicas exchange it among themselves."""
+        return self.roots if self.owner is None else (self.owner,)
 
     @property
     def replicated(self) -> bool:
@@ -134,6 +147,11 @@ class Task:
             return "across"
         return "back" if self.stage > 0 and self.delivers else "up"
 
+    @property
+    def halves(self) -> tuple["Task", ...]:
+        """What goes up and what comes back of a relay; any other task itself."""
+        return (replace(self, kind="reduce"), replace(self, kind="broadcast")) if self.kind == "relay" else (self,)
+
     def fills_incoming(self, rank: int | None) -> bool:
         """Whether a reduce or broadcast that goes straight takes a participant's link towards it, not away from it."""
         return (rank == self.root) == (self.kind == "reduce")
@@ -146,14 +164,14 @@ class Task:
 
 def sent_per_byte(kind: str, participants: int) -> float:
     """Bytes that the busiest participant of a collective sends for each that one puts in (the AutoSync supplement's
-    Eq. 3). A gather's root is the busiest: its link carries what all the others send."""
+    Eq. 3). The root of a gather or a relay is the busiest: its link carries what all the others send."""
     others = participants - 1
     match kind:
         case "all_reduce":
             return 2 * others / participants
         case "reduce_scatter" | "all_to_all":
             return others / participants
-        case "all_gather" | "gather":
+        case "all_gather" | "gather" | "relay":
             return float(others)
         case "reduce" | "broadcast":
             return float(others > 0)
@@ -186,9 +204,9 @@ class Plan:
 
     @cached_property
     def participants(self) -> tuple[int, ...]:
-        """The replicas, and the ranks that own parts of messages without holding one."""
-        owners = sorted({m.owner for m in self.messages if m.owner is not None} - set(self.replicas))
-        return (*self.replicas, *owners)
+        """The replicas, and the ranks that own or sum parts of messages without holding one."""
+        serving = {rank for message in self.messages for rank in message.servers}
+        return (*self.replicas, *sorted(serving - set(self.replicas)))
 
     @property
     def issue_order(self) -> tuple[tuple[int, int], ...]:

@@ -125,7 +125,7 @@ class StepProgram:
 def applied_as_it_arrives(graph: ModelGraph, carrier: Message | Shard) -> bool:
     """Whether every replica can apply any part of the gradient alone: it travels as it is, and the optimizer treats
     each element by itself."""
-    plain = carrier.synchronizer == "all_reduce" and carrier.encoder.name == "none"
+    plain = carrier.synchronizer in ("all_reduce", "summation_server") and carrier.encoder.name == "none"
     return plain and not (carrier.staleness or carrier.asynchronous) and graph.optimizer in ELEMENTWISE
 
 

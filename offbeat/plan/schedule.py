@@ -12,13 +12,13 @@ from itertools import count
 from typing import NamedTuple
 
 from offbeat.errors import StrategyError
-from offbeat.plan.messages import even_ranges
+from offbeat.plan.messages import even_ranges, root_shares
 from offbeat.plan.model import Draft, Message, Plan, Stage, Task, Window, sent_per_byte
 from offbeat.strategy import Shard
 
 Ranges = list[tuple[int, int]]
 """(start, stop) of some slices."""
-_SLICED = ("all_reduce", "parameter_server", "sharded")
+_SLICED = ("all_reduce", "parameter_server", "sharded", "summation_server")
 
 
 def sliceable(carrier: Message | Shard) -> bool:
@@ -39,12 +39,12 @@ def schedule(draft: Draft) -> None:
     """Cuts messages into slices, puts them in order, and writes the tasks of each rank (or of the one asked for).
 
     Every group of ranks in a job's stage has a task of its own; numbers count those of all ranks."""
-    number = count()
+    number, roots = count(), _Roots(draft)
     written: dict[tuple[int, int], list[Task]] = defaultdict(list)
     for job in _issue_order(draft) if draft.strategy.fsdp is None else _order_of_units(draft):
         message, stages = draft.messages[job.message], draft.stages[job.message]
         stage, before = stages[job.stage], written[job.message, job.stage - 1]
-        for ranks, root in stage.groups:
+        for ranks, root in stage.groups if stage.kind != "relay" else roots.take(job):
             index = next(number)
             if draft.rank is not None and draft.rank not in ranks:
                 continue
@@ -70,6 +70,25 @@ def schedule(draft: Draft) -> None:
             )
             draft.tasks.append(task)
             written[job.message, job.stage].append(task)
+
+
+class _Roots:
+    """Who sums each slice of a relayed message: in issue order, whoever has the least so far for its share."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.held: Counter[int] = Counter()
+        self.shares: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def take(self, job: Job) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """The participants of one slice, the root last, and the root."""
+        message, replicas = self.draft.messages[job.message], self.draft.replicas
+        if message.roots not in self.shares:
+            self.shares[message.roots] = root_shares(message.roots, replicas, self.draft.cluster)
+        shares, size = self.shares[message.roots], job.stop - job.start
+        root = min(shares, key=lambda rank: (self.held[rank] + size) / shares[rank])
+        self.held[root] += size
+        return (((*(rank for rank in replicas if rank != root), root), root),)
 
 
 def priority_order(
@@ -238,7 +257,9 @@ def _job_seconds(draft: Draft, job: Job, ranks: tuple[int, ...], put_in: int) ->
     stage = draft.stages[job.message][job.stage]
     if stage.kind == "update" or len(ranks) < 2:
         return 0.0
-    seconds = put_in * sent_per_byte(stage.kind, len(ranks)) / draft.cluster.ring_bandwidth(ranks)
+    # Relayed slices have different roots, so that each takes a replica's link alone.
+    sent = 1.0 if stage.kind == "relay" else sent_per_byte(stage.kind, len(ranks))
+    seconds = put_in * sent / draft.cluster.ring_bandwidth(ranks)
     return seconds + draft.cluster.latency(ranks[0], ranks[-1])
 
 

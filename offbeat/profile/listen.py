@@ -68,9 +68,9 @@ def listen_to_buckets(model: DistributedDataParallel, recorder: "Recorder") -> b
 
 def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     recorder = listener.recorder
-    queued = recorder.clock.now() if recorder is not None else 0.0
+    queued = recorder.clock.about_now() if recorder is not None else 0.0
     tensor = bucket.buffer().div_(listener.world)
-    issued = recorder.clock.now() if recorder is not None else 0.0
+    issued = recorder.clock.about_now() if recorder is not None else 0.0
     place = tensor.data_ptr()
     if place not in listener.known:
         listener.known[place] = ",".join(listener.names[id(parameter)] for parameter in bucket.parameters())
@@ -81,7 +81,7 @@ def _exchange(listener: BucketListener, bucket: dist.GradBucket) -> torch.future
         with torch.cuda.stream(listener.stream):
             dist.all_reduce(tensor, group=listener.group)
             if recorder is not None:
-                recorder.collective(*what, recorder.clock.now())
+                recorder.collective(*what, DeviceMoment())
             future = torch.futures.Future(devices=[tensor.device])
             future.set_result(tensor)
         return future

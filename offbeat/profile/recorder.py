@@ -9,7 +9,7 @@ parameters of its own begins, when each gradient is complete, and when each coll
 A loop that accumulates gradients has several forward and backward passes in a step; calls of `step()` between two steps
 of the optimizer belong to one step.
 Every step is written as one line of JSON, so that a crash loses at most the last one. On a GPU times are the GPU's own
-(`offbeat.timeline.clock`), and a step is written once the GPU has come to its end.
+(`offbeat.timeline.clock`), and some steps are written together once the GPU has come to their ends.
 """
 
 import contextlib
@@ -38,6 +38,7 @@ from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
 from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
 from offbeat.profile.plans import PlanWriter
+from offbeat.profile.ticks import exchange_ticks
 from offbeat.profile.transactions import TransactionListener
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.distribute import Runtime
@@ -49,6 +50,9 @@ from offbeat.torch_private import uncompiled
 
 SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
+
+WAITING_STEPS = 16
+"""Steps of a GPU that are written together: to ask for their times takes the host some milliseconds each."""
 
 
 class Recorder:
@@ -111,7 +115,8 @@ class Recorder:
         ended, self.collectives = self.collectives, []
         # Collectives that end during a later step are written with it; each says which step it belongs to.
         self.unwritten.append(self.line | {"end": now, "communication": ended, **self._messages_ended()})
-        self._write_known()
+        if isinstance(self.clock, HostClock) or len(self.unwritten) >= WAITING_STEPS:
+            self._write_known()
         self.steps += 1
         self._begin_step()
 
@@ -215,7 +220,7 @@ class Recorder:
         def reached(_: Any, given: Any) -> None:
             if self.footprint is not None:
                 self.footprint.reached(given)
-            self.line["forward"].append([number, self.clock.now(), 0.0])
+            self.line["forward"].append([number, self.clock.about_now(), 0.0])
             self.waits = len(self.line["local"])
 
         def begins(*_: Any) -> None:
@@ -228,7 +233,7 @@ class Recorder:
                     if full in self.numbers and parameter.is_leaf:
                         self._listen_to_gradient(full, parameter)
             row = self.line["forward"][-1]
-            row[2] = self.clock.now() if len(self.line["local"]) > self.waits else row[1]
+            row[2] = self.clock.about_now() if len(self.line["local"]) > self.waits else row[1]
 
         # Offbeat's runtime waits for a module's variables between the two; where it need not, one mark serves for both.
         self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
@@ -238,7 +243,7 @@ class Recorder:
         number = self.numbers[name]
 
         def ready(_: torch.Tensor) -> None:
-            self.line["backward"].append((number, self.clock.now()))
+            self.line["backward"].append((number, self.clock.about_now()))
 
         self.undo.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
 
@@ -286,35 +291,16 @@ class Recorder:
         }
 
     def _tick(self) -> list[tuple[int, float, float]]:
-        """Exchanges small messages between rank 0 and each other rank, to compare their clocks: `lines.Tick`s."""
+        """Compares clocks, unless there is only one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return []
         if self.runtime is None:
-            return self._exchange_ticks()
+            return exchange_ticks(self.ticks)
         with explain(self.runtime.plan, what="the comparison of clocks"):
             try:
-                return self._exchange_ticks()
+                return exchange_ticks(self.ticks)
             except RuntimeError as error:
                 raise CommunicationFailed(str(error), self.runtime.world.lost_ranks) from error
-
-    def _exchange_ticks(self) -> list[tuple[int, float, float]]:
-        tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        times = []
-        for peer in range(1, dist.get_world_size()) if self.rank == 0 else (self.rank,):
-            for _ in range(self.ticks):
-                begin = time.perf_counter()
-                if self.rank == 0:
-                    dist.send(tensor, peer)
-                    dist.recv(tensor, peer)
-                else:
-                    dist.recv(tensor, 0)
-                if tensor.is_cuda:
-                    torch.cuda.synchronize()
-                end = time.perf_counter()
-                times.append((peer, begin if self.rank == 0 else end, end))
-                if self.rank != 0:
-                    dist.send(tensor, 0)
-        return times
 
     def _begin_step(self) -> None:
         self.issued = 0

@@ -100,7 +100,9 @@ def _of_plan(profile: Profile) -> WhatIfs:
         tried.append((f"No straggler ({name_ranks(slower)})", about, partial(_without_stragglers, profile)))
     rows, notes = _predicted(tried, scale)
     found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
-    rows += [Advice(f"Strategy: {each.name}", "found by search", scale * each.seconds, free=True) for each in found]
+    rows += [
+        Advice(f"Another strategy ({each.name})", "found by search", scale * each.seconds, free=True) for each in found
+    ]
     rows.sort(key=lambda row: row.seconds)
     return WhatIfs(profile.step_seconds, tuple(rows), found[0] if found else None, tuple(notes))
 
@@ -139,17 +141,20 @@ def _without_stragglers(profile: Profile) -> float:
 
 
 def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
-    """The best strategies of different names, the best first."""
+    """The best strategies of different names and steps, the best first."""
     try:
         found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy)
     except OffbeatError as error:
         notes.append(f"other strategies are left out: {error}")
         return
-    names = {"present"}
+    seen: set[object] = {"present"}
+    shown = 0
     for candidate in found:
-        if candidate.name not in names and len(names) <= SHOWN_STRATEGIES:
-            names.add(candidate.name)
+        traits = {candidate.name, round(candidate.seconds, 6)}
+        if shown < SHOWN_STRATEGIES and not traits & seen:
+            shown += 1
             yield candidate
+        seen |= traits
 
 
 def _predicted(tried: list[tuple[str, str, Predict]], scale: float) -> tuple[list[Advice], list[str]]:

@@ -55,6 +55,7 @@ class Other:
     title: str
     timeline: Timeline
     diagnosis: Diagnosis
+    nodes: dict[int, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -192,15 +193,10 @@ def make_report(
     helped = what_would_help(profile or timeline, diagnosis) if what_ifs else None
     explanations, unexplained = _explained(profile, helped, strategy)
     notes = dict.fromkeys((*diagnosis.notes, *(helped.notes if helped else ()), *unexplained))
-    nodes = {
-        rank: profile.cluster.device_of(rank).name
-        for rank in timeline.ranks
-        if profile is not None and rank < profile.cluster.world_size
-    }
     return Report(
         title=title,
         timeline=timeline,
-        nodes=nodes,
+        nodes=_nodes(recording),
         step_seconds=timeline.iteration_time,
         steps=tuple(timeline.step_seconds.tolist()),
         step_parts=_step_parts(timeline),
@@ -220,7 +216,14 @@ def _other(title: str, recording: Profile | Timeline) -> Other:
     timeline = with_marks(recording.timeline if isinstance(recording, Profile) else recording)
     if not len(timeline):
         raise OffbeatError(f"{title}: the trace has no spans, so there is nothing to compare with")
-    return Other(title, timeline, diagnose(timeline))
+    return Other(title, timeline, diagnose(timeline), _nodes(recording))
+
+
+def _nodes(recording: Profile | Timeline) -> dict[int, str]:
+    if isinstance(recording, Timeline):
+        return {}
+    cluster = recording.cluster
+    return {rank: cluster.device_of(rank).name for rank in recording.timeline.ranks if rank < cluster.world_size}
 
 
 def _step_parts(timeline: Timeline) -> tuple[dict[str, float], ...]:
@@ -259,7 +262,7 @@ def _explained(
     if strategy is not None:
         asked.append(strategy.model_copy(update={"graph": "", "cluster": ""}))
     elif helped is not None and helped.best is not None:
-        asked.append(helped.best.strategy)
+        asked.append(helped.best.strategy.model_copy(update={"name": helped.best.name}))
     found, notes = [], []
     for each in asked:
         try:

@@ -36,22 +36,23 @@ from offbeat.profile.whatif import (
     with_tensor_names,
     with_workers,
 )
-from offbeat.report.scene import pack_timeline
-from offbeat.report.steps import PARTS, TimelineSteps, parts_of, rank_rows, with_marks
+from offbeat.report.scene import kinds_of, pack_timeline
+from offbeat.report.steps import TimelineSteps, parts_legend, parts_of, rank_rows, with_marks
 from offbeat.search.optimize import search
 from offbeat.simulate import step_seconds
 from offbeat.simulate.predict import BARRIER_STEPS, DEFERRED_STEPS, simulate
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy, build_strategy, builders, transfer
 from offbeat.strategy.model import SERVERS
-from offbeat.timeline import KINDS, Timeline
+from offbeat.timeline import Timeline
 from offbeat.timeline.diagnosis import IDLE, diagnose, name_ranks, short_name
 from offbeat.units import quote
 
 RECORDED, OPTIMISED = "recorded", "optimised"
 MOST_WORKERS = 4096
-MOST_SERVER_PARTS = 20_000
-"""Limit on shards held by servers times workers, which do not fold: about three seconds of replay."""
+MOST_SERVER_PARTS = 400_000
+"""Limit on shards held by servers times workers, which do not fold: about ten seconds of replay, which the page can
+cancel."""
 MOST_REPLAYED_SPANS = 60_000
 """Most spans of a trace without a plan that are replayed: those of its last steps."""
 SEARCH_SECONDS = 4.0
@@ -119,6 +120,7 @@ class Session:
         self.world = self.profile.cluster.world_size if self.profile else len(self.timeline.ranks)
         self._found: list[tuple[Strategy, int]] = []
         """The strategy that each search has found, and for how many workers."""
+        self._last_search: dict[str, Any] | None = None
         self._plan_of = lru_cache(_REMEMBERED_PLANS)(self._make_plan)
         self.scale = 1.0
         """The measured step over its replay, with which every prediction is multiplied."""
@@ -160,8 +162,9 @@ class Session:
             "measured_seconds": self.measured_seconds,
             "base_seconds": self.base_seconds,
             "replayed_seconds": self.replayed_seconds,
-            "parts": list(PARTS),
+            "parts": parts_legend(),
             "idle": IDLE,
+            "found": self._last_search,
             "memory_parts": _MEMORY_PARTS,
             "notes": list(self.notes[:8]),
         }
@@ -178,7 +181,7 @@ class Session:
         bounds = ("compute_seconds", "network_seconds")
         longest = {bound: max(getattr(rank, bound) for rank in diagnosis.ranks) for bound in bounds}
         return {
-            "words": ", ".join(map(str, state.changes())) or f"as {'captured' if self.captured else 'recorded'}",
+            "words": self._words(state),
             "measured": recorded is not None,
             "step_seconds": seconds,
             "base_seconds": self.base_seconds,
@@ -193,7 +196,7 @@ class Session:
                 {"name": short_name(blame.name)[:200], "seconds": blame.exposed_seconds, "bytes": blame.bytes}
                 for blame in diagnosis.blame
             ],
-            "kinds": [KINDS[number] for number in sorted(set(timeline.kind.tolist()))],
+            "kinds": kinds_of(timeline),
             "notes": list(timeline.notes[:4]),
             "scene": base64.b64encode(pack_timeline(timeline, self._nodes(state))).decode(),
             "replay_milliseconds": 1e3 * (time.perf_counter() - begun),
@@ -237,9 +240,8 @@ class Session:
         plan, costs = self._plan(here)
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
         self._found.append((best.strategy, plan.cluster.world_size))
-        words = ", ".join(map(str, here.changes())) or "as recorded"
-        seconds = self.scale * best.seconds
-        return {"strategy": OPTIMISED, "step_seconds": seconds, "decisions": list(best.decisions), "for": words}
+        self._last_search = {"step_seconds": self.scale * best.seconds, "for": self._words(here)}
+        return self._last_search
 
     def strategy(self, state: State) -> dict[str, Any]:
         """The state's strategy as a file that `offbeat run --strategy` and `distribute` take."""
@@ -264,6 +266,9 @@ class Session:
             if state.differs(field):
                 raise OffbeatError(f"{field}: the recording does not tell the job's plan; choose a strategy too")
         return state
+
+    def _words(self, state: State) -> str:
+        return ", ".join(map(str, state.changes())) or f"as {'captured' if self.captured else 'recorded'}"
 
     def _unavailable(self) -> dict[str, str]:
         """Why some controls have no effect here."""

@@ -20,16 +20,15 @@ from markupsafe import Markup
 from offbeat import files
 from offbeat.profile.measure import Profile
 from offbeat.report.contents import Report, make_report
-from offbeat.report.scene import MOST_BYTES, pack_timeline
-from offbeat.report.steps import PARTS, rank_rows
-from offbeat.search.frontier.picture import svg
-from offbeat.timeline import KINDS, Timeline
+from offbeat.report.scene import MOST_BYTES, kinds_of, pack_timeline
+from offbeat.report.steps import PARTS, parts_legend, rank_rows
+from offbeat.search.frontier.picture import svg, table
+from offbeat.timeline import Timeline
 from offbeat.timeline.diagnosis import IDLE, short_name
 from offbeat.units import format_bytes, format_seconds, format_speedup
 
 SCRIPTS = ("charts.js", "timeline.js", "report.js")
 _MOST_PREDICTED_BYTES = 2**20
-_KIND_NAMES = {"update": "update of one message", "wait": "standing still"}
 
 
 def write_report(path: str | PathLike[str], recording: Profile | Timeline, **options: Any) -> Report:
@@ -57,8 +56,10 @@ def render(report: Report) -> str:
         style=Markup(style),
         script=Markup(script),
         frontier=Markup(svg(report.frontier) if report.frontier else ""),
+        frontier_table=Markup(table(report.frontier) if report.frontier else ""),
         data=Markup(numbers),
         scenes=_scenes(report),
+        other_scene=_packed(report.other.timeline, report.other.nodes, MOST_BYTES // 2) if report.other else "",
         comparison_rows=report.comparison.rows if report.comparison else [],
         strategies=[explanation.text().split("\n") for explanation in report.explanations],
     )
@@ -92,10 +93,9 @@ def _seconds(seconds: float) -> str:
 def _numbers(report: Report) -> dict[str, Any]:
     """What the scripts draw beside the timeline."""
     what_ifs = report.help
-    present = {KINDS[number] for number in set(report.timeline.kind.tolist())}
     return {
-        "parts": [{"key": key, "label": label} for key, label in PARTS.items()],
-        "kinds": [{"key": kind, "label": _KIND_NAMES.get(kind, kind)} for kind in KINDS if kind in present],
+        "parts": parts_legend(),
+        "kinds": kinds_of(report.timeline),
         "mean": report.parts,
         "steps": list(report.steps),
         "step_parts": list(report.step_parts) or None,
@@ -110,7 +110,8 @@ def _scenes(report: Report) -> list[tuple[str, str]]:
     drawn: list[tuple[str, Timeline, int]] = [(report.timeline.source, report.timeline, MOST_BYTES)]
     if report.comparison is not None:
         drawn.append(("predicted", report.comparison.predicted, _MOST_PREDICTED_BYTES))
-    if report.other is not None:
-        drawn.append((report.other.title, report.other.timeline, MOST_BYTES // 2))
-    packed = [(source, pack_timeline(timeline, report.nodes, most)) for source, timeline, most in drawn]
-    return [(source, base64.b64encode(content).decode()) for source, content in packed]
+    return [(source, _packed(timeline, report.nodes, most)) for source, timeline, most in drawn]
+
+
+def _packed(timeline: Timeline, nodes: dict[int, str], most_bytes: int) -> str:
+    return base64.b64encode(pack_timeline(timeline, nodes, most_bytes)).decode()

@@ -30,6 +30,7 @@ MOST_BYTES = 12 * 2**20
 MOST_SPANS = 1_500_000
 """More take a browser seconds to unpack."""
 LONGEST_NAME = 300
+_KIND_NAMES = {"update": "update of one message", "wait": "standing still"}
 _WORTHWHILE = 0.6
 """A level is kept if it has at most this share of the blocks of the finer one."""
 _COARSEST_CELLS = 128
@@ -126,6 +127,12 @@ def make_scene(timeline: Timeline, nodes: Mapping[int, str] | None = None) -> Sc
         queue=queue[order],
         critical=np.concatenate([np.empty((0, 4), "i8"), *paths]),
     )
+
+
+def kinds_of(timeline: Timeline) -> list[dict[str, str]]:
+    """The kinds of span that a timeline has, for its legend."""
+    present = (KINDS[number] for number in sorted(set(timeline.kind.tolist())))
+    return [{"key": kind, "label": _KIND_NAMES.get(kind, kind)} for kind in present]
 
 
 def critical_by_step(timeline: Timeline) -> list[tuple[int, Ints]]:

@@ -74,6 +74,11 @@ def with_marks(timeline: Timeline) -> Timeline:
     return replace(timeline, marks=np.column_stack([first, last]), notes=(*timeline.notes, note))
 
 
+def parts_legend() -> list[dict[str, str]]:
+    """The parts of a step as the pages' charts name them."""
+    return [{"key": key, "label": label} for key, label in PARTS.items()]
+
+
 def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
     """Seconds of each part of a step: the mean over ranks and steps."""
     return {key: diagnosis.mean(f"{key}_seconds") for key in PARTS}

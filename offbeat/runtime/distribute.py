@@ -25,7 +25,7 @@ from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.handle import Decision
 from offbeat.runtime.lazy import AliasCheck, can_be_lazy
 from offbeat.runtime.lifetime import close_at_exit
-from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
+from offbeat.runtime.memory import apply_memory_strategy
 from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.server import Server
@@ -90,7 +90,7 @@ class Runtime:
         self.world.watch(range(self.world.size))
         share_state([*model.parameters(), *model.buffers()], self.world, plan.replicas[0])
         self._attach(plan, mode, reason)
-        self.undo = apply_memory_strategy(model, plan.strategy, lambda: self.engine)
+        self.undo = apply_memory_strategy(model, plan.strategy, lambda: self.engine, lambda: bool(self.gate.watched))
         self._mix_in()
         watch_structure()
         close_at_exit(self)
@@ -159,7 +159,7 @@ class Runtime:
         before = self.plan.strategy
         if len(self.plan.replicas) < self.world.size:
             raise StrategyError("a job with servers that hold no replica keeps its plan and its model")
-        for aspect in ("recompute", "fusion", "accumulation"):
+        for aspect in ("recompute", "fusion", "precision", "accumulation"):
             if getattr(plan.strategy, aspect) != getattr(before, aspect):
                 raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
@@ -248,8 +248,7 @@ class Runtime:
             engine.set_mode("deferred", "updates wait until a module needs them")
         # Asynchronous messages have no order, and their ranks must not wait for each other.
         ordered = any(not message.asynchronous for message in self.plan.messages)
-        everyone_trains = 1 < len(self.plan.replicas) == self.world.size
-        if not self.plan.strategy.schedule.pinned and everyone_trains and ordered:
+        if not self.plan.strategy.schedule.pinned and len(self.plan.replicas) > 1 and ordered:
             self.link = self.link or fit_link(engine.channels.control, self.device)
             self.retimer = Retimer(engine, self.gate.watched.order, self.device, self.link)
             self.step_hooks.append(self.retimer.after_step)
@@ -273,7 +272,7 @@ class Runtime:
         copied = self.model_class.__new__(self.model_class)
         memo[id(self.model)] = copied
         for name, value in self.model.__dict__.items():
-            if name != "_offbeat" and not isinstance(value, MicroBatches):
+            if name != "_offbeat":
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
         ours = {handle.id for handle in (*self.gate.handles, *others)}
@@ -330,6 +329,11 @@ def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.
                 f"variable {message.variables[0]!r} has an asynchronous parameter server, which NCCL cannot do: its "
                 f"sends and receives have no tags, so that gradients and answers would meet; use a synchronous one, or "
                 f"train on CPUs"
+            )
+        if message.roots and device.type != "cpu":
+            raise StrategyError(
+                f"variable {message.variables[0]!r} is summed by servers, which ranks on GPUs cannot do yet: their "
+                f"gradients would have to pass through host memory; use a strategy without servers, or train on CPUs"
             )
         if message.stations and message.encoder.gathered:
             raise StrategyError(

@@ -74,6 +74,14 @@ class ForwardGate:
         ]
         self.waiting: list[Any] = []
         """Those of the handles whose hooks make a part of the model wait."""
+        self.fused: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+        """Where the variables of a module inside a compiled region are waited for, instead of at the module: a hook
+        inside would cut the compiled code into pieces."""
+        for region in engine.plan.strategy.fusion:
+            members = [model.get_submodule(path) for path in region]
+            for member in members:
+                for module in member.modules():
+                    self.fused[module] = tuple(dict.fromkeys((members[0], member)))
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._add_wait(module, parameter)
@@ -87,10 +95,13 @@ class ForwardGate:
         self.waiting.clear()
 
     def _add_wait(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
+        component = self.engine.updates.component_of.get(id(parameter))
+        if component is not None:
+            for place in self.fused.get(module, (module,)):
+                self._add_hook(place, component)
+
+    def _add_hook(self, module: torch.nn.Module, component: Component) -> None:
         updates = self.engine.updates
-        component = updates.component_of.get(id(parameter))
-        if component is None:
-            return
         components = self.waits.setdefault(module, {})
 
         def wait(*_: Any) -> None:

@@ -1,4 +1,5 @@
-"""A strategy's memory and fusion decisions → modules that recompute, are compiled, or work in micro-batches."""
+"""A strategy's decisions about computing → a model that compiles regions (`fusion.py`), recomputes modules, runs under
+autocast, or works in micro-batches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,48 +9,52 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import StrategyError
+from offbeat.runtime.fusion import Forward, fuse_regions, replace_forward
 from offbeat.runtime.lazy import raw_gradient, set_gradient
 from offbeat.strategy import Strategy
-from offbeat.torch_private import replace_compiled_call
+from offbeat.torch_private import pytree
 
 
 def apply_memory_strategy(
-    model: torch.nn.Module, strategy: Strategy, engine: Callable[[], Any]
+    model: torch.nn.Module, strategy: Strategy, engine: Callable[[], Any], ready: Callable[[], bool] = lambda: True
 ) -> list[Callable[[], None]]:
-    """Recomputation, fused regions and micro-batches, as far as the strategy asks; returns what takes them off again.
+    """Fused regions, recomputation, autocast and micro-batches, as far as the strategy asks; returns what takes them
+    off again.
 
-    `engine` gives the engine in force.
+    `engine` gives the engine in force, `ready` says whether regions may run compiled already.
     """
-    undo: list[Callable[[], None]] = []
+    undo = fuse_regions(model, strategy.fusion, ready)
+    # Around what is compiled, so that backward repeats that, and not the modules as they were.
     for path in strategy.recompute:
         module = model.get_submodule(path)
-        undo.append(partial(_restore, module, "forward", vars(module).get("forward")))
-        module.forward = partial(_recomputed, module.forward)
-    for region in strategy.fusion:
-        for path in region:
-            module = model.get_submodule(path)
-            undo.append(partial(replace_compiled_call, module, replace_compiled_call(module)))
-            module.compile()
+        undo.append(replace_forward(module, partial(recomputed, module.forward)))
+    if strategy.precision is not None:
+        device = next(model.parameters()).device.type
+        undo.append(replace_forward(model, partial(autocast, model.forward, device)))
     if strategy.accumulation > 1:
-        undo.append(partial(_restore, model, "forward", vars(model).get("forward")))
-        model.forward = MicroBatches(model.forward, strategy.accumulation, engine)
+        undo.append(replace_forward(model, MicroBatches(model.forward, strategy.accumulation, engine)))
     return undo[::-1]
 
 
-def _restore(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Puts an attribute of the instance back, or takes it away where there was none."""
-    vars(module).pop(name, None)
-    if value is not None:
-        vars(module)[name] = value
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward that keeps its inputs only, and is repeated in backward."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-class MicroBatches:
+def autocast(forward: Callable[..., Any], device: str, *args: Any, **kwargs: Any) -> Any:
+    """A forward under autocast to bfloat16. It returns float32, as autocast makes it for a loss inside."""
+    with torch.autocast(device, torch.bfloat16):
+        result = forward(*args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, _widened, result)
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
+
+
+class MicroBatches(Forward):
     """A forward that returns the loss, run on parts of the batch one after another.
 
     All parts but the last run forward and backward inside the call, so that only one part's activations exist at a
@@ -59,6 +64,7 @@ class MicroBatches:
 
     def __init__(self, forward: Callable[..., Any], parts: int, engine: Callable[[], Any]) -> None:
         """`engine` gives what has the parameters in force, and may be told not to synchronise for a while."""
+        super().__init__(forward, forward)
         self.forward = forward
         self.parts = parts
         self.engine_in_force = engine

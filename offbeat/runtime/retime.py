@@ -177,7 +177,9 @@ class Retimer:
             return self.slowdown * (self.latency + self.per_byte * size)
 
         late = [moment + SLACK_SECONDS for moment in ready]
-        self.engine.follow(retimed(self.engine.plan, late, seconds, self.use_order))
+        plan = retimed(self.engine.plan, late, seconds, self.use_order)
+        self.engine.follow(plan)
+        self.engine.owners.tell("order", order=plan.issue_order)
         took = "offbeat rebuilt its issue order after step %d; collectives take %.2f times what they do on an idle link"
         log.debug(took, self.engine.steps, self.slowdown)
 

@@ -40,7 +40,7 @@ class Server:
         self.commands = self.channels.commands
         self.training = Training(plan, model, parameters, optimizer, type(optimizer), self.channels)
         self.owners = Owners(self.training, frozenset())
-        self.mine = [each for each in self.training.synchronisers if each.message.owner == plan.rank]
+        self.mine = [each for each in self.training.synchronisers if plan.rank in each.message.servers]
         self.stale = [cast(StaleAllReduce, each) for each in self.mine if each.message.staleness]
         self.unused: frozenset[int] = frozenset()
         self.asynchronous: AsyncServer | None = None
@@ -78,11 +78,18 @@ class Server:
         self._finish()
         self.owners.prepared = self.owners.reduced = False
         for each in self.mine:
-            each.load()
+            if not each.replicated:
+                each.load()
         for task in self.training.plan.program.order:
             synchroniser = self.training.synchronisers[task.message]
             with explain(self.training.plan, synchroniser, task):
                 synchroniser.start(task)
+
+    def _order(self, order: tuple[tuple[int, int], ...]) -> None:
+        """The replicas issue their gradients in another order from now on."""
+        plan = self.training.plan
+        known = set(plan.issue_order)
+        self.training.plan = plan.reordered(piece for piece in order if piece in known)
 
     def _step(
         self,

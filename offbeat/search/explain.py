@@ -24,6 +24,7 @@ from offbeat.units import format_bytes, format_seconds, format_speedup
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
 """What a strategy is compared with, beside DDP."""
 _NAMES = {"ddp": "DDP"}
+_UNTIMED = " (a guess: what that takes was not timed)"
 _MATTERS = 1e-3
 """Share of the step below which a decision is not named in the text."""
 
@@ -74,7 +75,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        derived = ("bound_seconds", "speedup_over_ddp", "speedup_over_next")
+        # Of a recorded job there is one bound, the measured one, which the diagnosis has.
+        derived = ("speedup_over_ddp", "speedup_over_next", *(() if self.recorded else ("bound_seconds",)))
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def text(self) -> str:
@@ -158,7 +160,7 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     """(name, what is done, the strategy without it) for each decision the strategy has taken."""
     schedule = strategy.schedule
     if strategy.fsdp is not None:
-        yield from _undone_choices(strategy, strategy.fsdp)
+        yield from _undone_choices(strategy, strategy.fsdp, plan.graph)
         return
     if schedule.mode != "barrier":
         yield "mode", "updates reach into the next forward", rescheduled(strategy, mode="barrier")
@@ -184,7 +186,7 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     if schedule.credit_bytes is not None:
         what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
         yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
-    yield from _undone_modules(strategy)
+    yield from _undone_modules(strategy, plan.graph)
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"
 
@@ -203,17 +205,23 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         yield f"encoder {encoder}", what, _changed(strategy, exact)
 
 
-def _undone_modules(strategy: Strategy) -> Iterator[tuple[str, str, Strategy]]:
+def _undone_modules(strategy: Strategy, graph: ModelGraph) -> Iterator[tuple[str, str, Strategy]]:
+    timed = {
+        way: {block.modules for block in graph.blocks if way in block.seconds} for way in ("recomputed", "compiled")
+    }
+    again = _UNTIMED if {(path,) for path in strategy.recompute} - timed["recomputed"] else ""
+    fused = _UNTIMED if {*strategy.fusion} - timed["compiled"] else ""
     for name, what, none in (
         ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
-        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward", ()),
-        ("fusion", f"{len(strategy.fusion)} regions are compiled", ()),
+        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward{again}", ()),
+        ("fusion", f"{len(strategy.fusion)} regions are compiled{fused}", ()),
+        ("precision", f"forward runs under autocast to {strategy.precision}", None),
     ):
         if getattr(strategy, name) != none:
             yield "op_fusion" if name == "fusion" else name, what, strategy.model_copy(update={name: none})
 
 
-def _undone_choices(strategy: Strategy, fsdp: FullyShard) -> Iterator[tuple[str, str, Strategy]]:
+def _undone_choices(strategy: Strategy, fsdp: FullyShard, graph: ModelGraph) -> Iterator[tuple[str, str, Strategy]]:
     """The same for the choices of `fully_shard`."""
     kept = sum(reshard is False for path, reshard in fsdp.units.items() if path)
     alone = fsdp.model_copy(update={"units": {}})
@@ -231,7 +239,7 @@ def _undone_choices(strategy: Strategy, fsdp: FullyShard) -> Iterator[tuple[str,
         changes.append(("replicas", f"{fsdp.replicas} groups of ranks hold all parts each", single))
     for name, what, changed in changes:
         yield name, what, strategy.model_copy(update={"fsdp": changed})
-    yield from _undone_modules(strategy)
+    yield from _undone_modules(strategy, graph)
 
 
 def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:

@@ -22,7 +22,7 @@ from offbeat.search.anneal import anneal
 from offbeat.search.arrange import arranged, arrangement_of, rescheduled
 from offbeat.search.fsdp import UNITS, limit_bytes, sharded_starts
 from offbeat.search.pace.strategy import pace_strategy
-from offbeat.search.passes import Candidate, Pass, Problem, select_passes
+from offbeat.search.passes import AMP, Candidate, Pass, Problem, select_passes
 from offbeat.search.passes.encoding import allowed_encoders
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Recipe, Strategy, build_strategy
@@ -52,11 +52,7 @@ def optimize(
     allow: Sequence[str] = (),
     **options: Any,
 ) -> Strategy:
-    """The strategy with the shortest predicted step; `search` names the other options.
-
-    Gradients are exact unless `allow` names encoders for them: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01',
-    'randomk:0.01', 'powersgd:4'. Each variable is then encoded where that shortens the step, and only there.
-    """
+    """The strategy with the shortest predicted step (`offbeat.optimize` once blocks are timed)."""
     options |= {"memory_limit": memory_limit, "time_limit": time_limit, "allow": allow}
     return search(graph, cluster, **options).strategy
 
@@ -79,7 +75,7 @@ def search(
     FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
     `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
-    `mode`, `allow`, `micro_batches`, `fused_seconds`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
+    `mode`, `allow`, `micro_batches`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
@@ -89,6 +85,11 @@ def search(
     deadline = None if rounds is not None else time.monotonic() + time_limit
     problem = Problem(graph, cluster, costs or Costs(), memory_limit=limit, deadline=deadline, **options)
     allowed_encoders(problem.allow)
+    if AMP in problem.allow and not any("bf16" in block.seconds for block in graph.blocks):
+        raise OffbeatError(
+            "allow: 'amp' is decided by what the model's blocks take under autocast, which was not measured; give "
+            "optimize() the model and its example_inputs, or --measure to the command"
+        )
     chosen = select_passes(passes)
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
     speed_passes = [each for each in chosen if each.aim == "speed"]

@@ -1,7 +1,8 @@
 """A job and a memory limit → the fastest strategy that fits its devices, the same on every rank."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,13 +27,14 @@ def strategy_within(
     world: TorchWorld,
     micro_batches: bool,
     allow: Sequence[str] = (),
+    encoding: Mapping[str, float] | None = None,
 ) -> Strategy:
     """Rank 0 searches, with the link as it is measured now; 'auto' is the memory of the smallest device, with a tenth
     of it to spare. `micro_batches` says that the model returns its loss, `allow` which encoders
-    gradients may be sent with. Every rank must call it."""
+    gradients may be sent with, and `encoding` the seconds that each takes for a byte. Every rank must call it."""
     if isinstance(memory_limit, str) and memory_limit == "auto":
         memory_limit = min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE)
-    costs = _link_costs(world)
+    costs = replace(_link_costs(world), encoding_seconds_per_byte=encoding or {})
     found: str | OffbeatError | None = None
     if world.rank == 0:
         try:

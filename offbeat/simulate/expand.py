@@ -71,11 +71,10 @@ class ExpandedSteps(Steps):
         straight = {"broadcast": "pull", "reduce": "push"} if self.costs.straight else {}
         kind = straight.get(task.kind, "push" if task.kind == "gather" else task.kind)
         root = task.ranks.index(task.root) if task.root is not None else 0
-        if len(roles) > 1:
-            what = kind, self._links_of(task), float(task.wire_bytes), gates, root, CHAIN_CHUNKS, float(self.issued)
+        ends = gates
+        for half in (("push", "pull") if kind == "relay" else (kind,)) if len(roles) > 1 else ():
+            what = half, self._links_of(task), float(task.wire_bytes), ends, root, CHAIN_CHUNKS, float(self.issued)
             ends = add_collective(self.messages, *what).tolist()
-        else:
-            ends = gates
         for role, gate, end in zip(roles, gates, ends, strict=True):
             part = self._add(self._part(step, position).of(role, ready[role]), [end])
             self.released[part] = gate

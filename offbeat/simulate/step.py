@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offbeat.cost.measured import Costs, encoding_seconds, in_a_row, message_updates, update_seconds
 from offbeat.cost.tables import Collectives
-from offbeat.plan import Plan
+from offbeat.plan import Plan, Task
 from offbeat.plan.program import Component
 from offbeat.simulate.kernel import Replay
 from offbeat.simulate.roles import Exchange, Roles
@@ -263,8 +263,10 @@ class Steps:
         self.gates[queue] = gate
         self.issued += 1
         part = self._part(step, position)._replace(priority=self.issued)
-        if self.costs.goes_straight(exchange.task):
-            ends = self._send_straight(part, ready, gate, queue)
+        if exchange.task.kind == "relay" and len(exchange.task.ranks) > 1:
+            ends = self._send_through(part, exchange.task, ready, gate, queue)
+        elif self.costs.goes_straight(exchange.task):
+            ends = self._send_straight(part, exchange.task, ready, gate, queue)
         elif self.two_ways:
             ends = self._send_around(part, ready, gate, queue)
         else:
@@ -311,12 +313,25 @@ class Steps:
             parts.append(self._add(back, begun))
         return {role: self._join(role, part.step, "end", parts, lag) for role in ready}
 
-    def _send_straight(self, part: StepTask, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
+    def _send_through(self, part: StepTask, task: Task, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
+        """A relay: gradients go straight to the root, which sends the sum straight back, on a channel of its own."""
+        up, back = task.halves
+        sent = self._send_straight(part, up, ready, gate, f"{queue}.up")
+        root = next(role for role in ready if task.root in self.roles.ranks[role])
+        for role, end in sent.items():
+            self.flights[f"{queue}.up", role].append((end, part.bytes))
+        # Sums leave in the order in which they were started.
+        gate = self._join(root, part.step, "issue", [sent[root], self.gates.get(f"{queue}.back", -1)])
+        self.gates[f"{queue}.back"] = gate
+        return self._send_straight(part, back, ready, gate, queue)
+
+    def _send_straight(
+        self, part: StepTask, task: Task, ready: dict[int, int], gate: int, queue: str
+    ) -> dict[int, int]:
         """A collective to or from a root, which takes each role's link in one direction and for a time of its own.
 
         What a role sends may be on its way to one root while others' is still arriving at another.
         """
-        task = self.roles.exchanges[part.exchange].task
         root = next(role for role in ready if task.root in self.roles.ranks[role])
         price = {}
         for role in ready:

@@ -20,7 +20,8 @@ _POLICIES = {
 }
 _KINDS = {
     "all_reduce": "all-reduced",
-    "parameter_server": "summed by servers",
+    "parameter_server": "updated by servers",
+    "summation_server": "summed by servers",
     "sharded": "reduced and updated in parts, one on each rank",
     "sparse_all_gather": "gathered as rows",
     "sparse_parameter_server": "sent as rows to servers",
@@ -74,6 +75,8 @@ def _modules(strategy: "Strategy") -> list[str]:
         found.append(f"{_some(len(strategy.recompute), 'module is', 'modules are')} computed again in backward")
     if strategy.fusion:
         found.append(f"{_some(len(strategy.fusion), 'region is', 'regions are')} compiled")
+    if strategy.precision is not None:
+        found.append(f"forward runs under autocast to {strategy.precision}, which changes the numbers")
     return found
 
 

@@ -24,7 +24,13 @@ from offbeat.units import quote
 FORMAT: Final = 1
 
 Synchronizer = Literal[
-    "all_reduce", "parameter_server", "sharded", "sparse_all_gather", "sparse_parameter_server", "factor_broadcast"
+    "all_reduce",
+    "parameter_server",
+    "sharded",
+    "sparse_all_gather",
+    "sparse_parameter_server",
+    "factor_broadcast",
+    "summation_server",
 ]
 EncoderName = Literal["none", "fp16", "bf16", "topk", "randomk", "sign", "int8", "powersgd"]
 Rank = Annotated[int, Field(ge=0)]
@@ -90,7 +96,8 @@ class Shard(_Frozen):
 
     synchronizer: Synchronizer = "all_reduce"
     placement: tuple[Rank, ...] = ()
-    """Ranks that hold the shard: one for a parameter server (its owner); () is every replica."""
+    """Ranks that hold the shard: one for a parameter server (its owner); () is every replica. For summation servers the
+    ranks that sum it, each as much as its link allows; () is whichever ranks have links to spare."""
     stations: tuple[Rank, ...] = ()
     """Transfer stations of a hierarchical server: replicas on a station's node reduce to it first."""
     reduction_order: tuple[Rank, ...] = ()
@@ -115,7 +122,7 @@ class Shard(_Frozen):
             yield f"a {kind} shard takes no staleness, not {self.staleness}"
         if (self.asynchronous or self.staleness) and (self.encoder.name != "none" or self.stations):
             yield "a stale or asynchronous shard takes neither an encoder nor stations"
-        if self.encoder.name != "none" and kind in ("sparse_all_gather", "sparse_parameter_server", "factor_broadcast"):
+        if self.encoder.name != "none" and kind not in ("all_reduce", "parameter_server", "sharded"):
             yield f"a {kind} shard takes no encoder, not {self.encoder.name!r}"
         if self.encoder.name == "powersgd" and kind != "all_reduce":
             yield f"the powersgd encoder takes two rounds and needs all_reduce, not {kind}"
@@ -160,6 +167,17 @@ class VariableConfig(_Frozen):
     @property
     def shard_count(self) -> int:
         return math.prod(self.partition)
+
+    @property
+    def summed(self) -> "VariableConfig":
+        """The same with every plainly all-reduced shard summed by ranks whose links have room, servers above all."""
+        shards = (
+            shard.model_copy(update={"synchronizer": "summation_server", "placement": (), "reduction_order": ()})
+            if shard.synchronizer == "all_reduce" and shard.encoder.name == "none" and not shard.staleness
+            else shard
+            for shard in self.shards
+        )
+        return self.model_copy(update={"shards": tuple(shards)})
 
     def shard(self, index: int) -> Shard:
         return self.shards[0] if len(self.shards) == 1 else self.shards[index]
@@ -306,7 +324,9 @@ class Strategy(_Frozen):
     recompute: tuple[str, ...] = ()
     """Modules whose activations are computed again in backward instead of being kept."""
     fusion: tuple[tuple[str, ...], ...] = ()
-    """Regions of modules. Training compiles each module of a region; a plan takes the region for one operator."""
+    """Regions of modules that run one after another. Each is compiled as one unit, where a plan takes it for one."""
+    precision: Literal["bf16"] | None = None
+    """Forward runs under torch's autocast to bfloat16, which changes the numbers; None computes as the model does."""
     schedule: Schedule = Schedule()
     variables: dict[str, VariableConfig] = {}
     """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
@@ -319,6 +339,9 @@ class Strategy(_Frozen):
             yield f"replicas {_list(self.replicas)} name a rank twice"
         if self.weights and self.replicas and len(self.weights) != len(self.replicas):
             yield f"{len(self.weights)} weights are given for {len(self.replicas)} replicas"
+        if self.precision is not None and (self.operators or self.fsdp is not None):
+            instead = "fsdp has param_dtype instead" if self.fsdp is not None else "split operators take none"
+            yield f"precision: {self.precision!r} is for replicated models; {instead}"
         if self.fsdp is not None:
             beside = ("variables", "operators", "weights", "replicas")
             for field in (field for field in beside if getattr(self, field)):
@@ -336,6 +359,7 @@ class Strategy(_Frozen):
         return f"<b>{escape(repr(self))}</b><ul>{clauses}</ul>"
 
     def config(self, variable: str) -> VariableConfig:
+        """How one variable is synchronised, named in `variables` or not."""
         if self.fsdp is not None:
             unit = self.fsdp.unit_of(variable)
             group = self.fsdp.wrapped.index(unit) if unit else len(self.fsdp.wrapped)
@@ -344,10 +368,12 @@ class Strategy(_Frozen):
 
     @property
     def digest(self) -> str:
+        """The same for equal strategies only."""
         # Not cached: pydantic's model_copy would carry the old value over to the changed copy.
         return files.digest(self.model_dump(mode="json", exclude_defaults=True))
 
     def to_json(self) -> str:
+        """The content of a strategy file."""
         content = self.model_dump(mode="json", exclude_defaults=True)
         return json.dumps({"format": self.format, **content}, indent=1) + "\n"
 
@@ -365,10 +391,12 @@ class Strategy(_Frozen):
             return cls.model_validate(data)
 
     def save(self, path: str | PathLike[str]) -> None:
+        """Writes the strategy file, whole or not at all."""
         files.write_atomic(path, self.to_json().encode(), "strategy")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Strategy":
+        """Reads a strategy file; whatever is wrong with it is said in one sentence."""
         return cls.from_json(files.read_bytes(path, "strategy"), origin=str(path))
 
     @classmethod

@@ -167,7 +167,8 @@ def _rank_problems(shard: Shard, cluster: ClusterSpec, replicas: tuple[int, ...]
         yield f"station {apart} holds no replica"
     if shard.owner is not None and shard.owner not in replicas and shard.encoder.name not in _SERVED_ENCODERS:
         yield f"encoder {shard.encoder.name!r} needs a server that holds a replica, which rank {shard.owner} does not"
-    if shard.synchronizer not in SERVERS and shard.placement and len(shard.placement) != len(replicas):
+    placed = (*SERVERS, "summation_server")
+    if shard.synchronizer not in placed and shard.placement and len(shard.placement) != len(replicas):
         yield f"{shard.synchronizer} places the shard on every replica; leave placement out"
 
 

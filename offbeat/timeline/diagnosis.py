@@ -3,7 +3,8 @@
 Every moment of a rank's step is exactly one of: compute; exposed communication (it computes nothing, and a collective
 of its all of whose participants have started runs); waiting (it computes nothing, and its collectives all wait for a
 participant that has not started); idle (none of these). So the four add up to the step. A 'wait' span is time in which
-its own track computes nothing, even where a compute span encloses it.
+its own track computes nothing, even where a compute span encloses it. In a prediction the participants of a collective
+start together, so that one waits from the moment at which its own part was queued.
 
 One sweep over the sorted starts and ends of all spans yields the segments between them; sums over segments yield the
 rest. Times are means over the timeline's steps, in proportion to the median step: that one is the step everywhere, and
@@ -91,7 +92,7 @@ class Diagnosis:
     source: Literal["predicted", "measured"]
     steps: int
     step_seconds: float
-    """Median over steps of the mean over ranks, as `Timeline.iteration_time`."""
+    """Median over these steps of the mean over ranks, as `Timeline.iteration_time`."""
     ideal_seconds: float | None
     """The longest that any rank computes or communicates; None if communication is unknown."""
     ranks: tuple[RankTime, ...]
@@ -133,9 +134,10 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
         raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
     if not (np.diff(marks, axis=1) >= 0).all():
         raise OffbeatError("timeline: marks: a step ends before it begins")
-    step_seconds, timeline = timeline.iteration_time, _without_cut_step(timeline)
-    late = last_to_start(timeline)
-    sweep = _sweep(timeline, late)
+    steps, step_seconds, timeline = marks.shape[1] - 1, timeline.iteration_time, _without_cut_step(timeline)
+    ready = _ready(timeline)
+    late = last_to_start(replace(timeline, start=ready))
+    sweep = _sweep(timeline, ready, late)
     mean = float(sweep.seconds.sum(axis=2).mean())
     scale = step_seconds / mean if mean else 1.0
     ranks = _rank_times(timeline, sweep, late, scale)
@@ -144,7 +146,7 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
     by_kind, by_rank = _critical_shares(timeline)
     return Diagnosis(
         source=timeline.source,
-        steps=timeline.marks.shape[1] - 1,
+        steps=steps,
         step_seconds=step_seconds,
         ideal_seconds=max(max(r.compute_seconds, r.network_seconds) for r in ranks) if known else None,
         ranks=ranks,
@@ -216,18 +218,23 @@ class _Sweep(NamedTuple):
     waiting: Floats
 
 
-def _sweep(timeline: Timeline, late: Integers) -> _Sweep:
+def _ready(timeline: Timeline) -> Floats:
+    """When each span could have started for its own rank."""
+    return timeline.start if timeline.source == "measured" else np.fmin(timeline.queued, timeline.start)
+
+
+def _sweep(timeline: Timeline, ready: Floats, late: Integers) -> _Sweep:
     ranks, steps = timeline.marks.shape[0], timeline.marks.shape[1] - 1
     marked = timeline.mark_rows >= 0
     sent = np.flatnonzero(marked & (timeline.kind == COMMUNICATION))
-    started = np.clip(timeline.start[late[sent]], timeline.start[sent], timeline.end[sent])
+    gathered = np.clip(ready[late[sent]], ready[sent], timeline.end[sent])
     worker, work_start, work_end = _computing(timeline, marked)
     sender = timeline.mark_rows[sent]
     # A step is an interval too, so that no segment lies across a mark.
     owner = np.repeat(np.arange(ranks), steps)
     parts = [
-        (sender, started, timeline.end[sent], _EXPOSED),
-        (sender, timeline.start[sent], started, _WAITING),
+        (sender, np.maximum(gathered, timeline.start[sent]), timeline.end[sent], _EXPOSED),
+        (sender, ready[sent], gathered, _WAITING),
         (worker, work_start, work_end, _COMPUTE),
         (owner, timeline.marks[:, :-1].ravel(), timeline.marks[:, 1:].ravel(), _MARK),
     ]

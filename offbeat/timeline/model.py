@@ -117,10 +117,12 @@ class Timeline:
 
     @property
     def spans(self) -> Iterator[Span]:
+        """All spans one by one, each with rank, track, kind, name, start, end, step and bytes."""
         return (self[position] for position in range(len(self)))
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks that have spans, in order."""
         return tuple(int(rank) for rank in np.unique(self.rank))
 
     @cached_property

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ OPTIONS = (
 )
 TIMEOUT_SECONDS = 60
 
+NewTab = Callable[[], contextlib.AbstractContextManager[str]]
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """A fresh browser; `browser.get_log('browser')` has what its console said."""
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Any]:
+    """The browser of all tests of a process: starting one takes longer than most of them."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     from selenium.webdriver.chrome.service import Service
 
@@ -39,11 +41,39 @@ def browser() -> Iterator[Any]:
         for option in (*OPTIONS, f"--user-data-dir={folder}"):
             options.add_argument(option)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+        started = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
         try:
-            driver.set_page_load_timeout(TIMEOUT_SECONDS)
-            driver.set_script_timeout(TIMEOUT_SECONDS)
-            yield driver
+            started.set_page_load_timeout(TIMEOUT_SECONDS)
+            started.set_script_timeout(TIMEOUT_SECONDS)
+            yield started
         finally:
             with contextlib.suppress(Exception):
-                driver.quit()
+                started.quit()
+
+
+@pytest.fixture(scope="session")
+def new_tab(driver: Any) -> NewTab:
+    """Opens a tab, which is chosen, for as long as a block runs; its value is the tab's handle."""
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[str]:
+        first = driver.window_handles[0]
+        driver.switch_to.window(first)
+        driver.switch_to.new_window("tab")
+        handle = driver.current_window_handle
+        try:
+            yield handle
+        finally:
+            driver.switch_to.window(handle)
+            driver.close()
+            driver.switch_to.window(first)
+
+    return opened
+
+
+@pytest.fixture
+def browser(driver: Any, new_tab: NewTab) -> Iterator[Any]:
+    """The browser in a new tab; `browser.get_log('browser')` has what its console said."""
+    with new_tab():
+        driver.get_log("browser")
+        yield driver

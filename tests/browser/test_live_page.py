@@ -164,7 +164,10 @@ def test_searching(browser: Any, small: LiveServer, monkeypatch: pytest.MonkeyPa
     assert console_errors(browser) == []
 
 
-def test_a_refused_state_is_one_sentence_and_the_page_lives_on(browser: Any, small: LiveServer) -> None:
+def test_a_refused_state_is_one_sentence_and_the_page_lives_on(
+    browser: Any, small: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.report.live.MOST_SERVER_PARTS", 20_000)
     open_page(browser, small)
     browser.execute_script(
         "document.getElementById('strategy').value = 'partitioned_ps';"

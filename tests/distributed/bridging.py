@@ -3,14 +3,17 @@
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import small_models
 import torch
 import torch.distributed as dist
 import training
 from reference import flat_parameters, reference_run
+from torch._dynamo import lookup_backend
 
-from offbeat.strategy import Shard, Strategy, VariableConfig
+from offbeat.runtime import fusion
+from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 
 
 def _bridged(synchronizer: str, staleness: int = 0, asynchronous: bool = False) -> Strategy:
@@ -110,6 +113,40 @@ def accumulated(parts: int, scale: float) -> float:
                     parameter.grad.div_(scale)
             trainer.step()
         return float((flat_parameters(net) - expected).abs().max())
+
+
+def fused(regions: list[list[str]], mode: str, recompute: list[str] = (), backend: str = "aot_eager") -> dict[str, Any]:
+    """Compiled regions of the CNN, from a strategy file: functions compiled, and the distance to the reference."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = training._shared(
+        ("fused", world), lambda: reference_run("cnn", "sgd", torch.float64, 5, world, (1.0,) * world, (4,) * world)
+    )
+    chosen = Strategy(fusion=regions, recompute=recompute, schedule=Schedule(mode=mode, policy="priority"))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend(backend)(graph, inputs)
+
+    torch.compiler.reset()
+    net = small_models.make("cnn", seed=rank)
+    trainer = small_models.make_optimizer("sgd", net.parameters())
+    example = small_models.batch("cnn", 0, rank)
+    with (
+        mock.patch.object(fusion, "backend", counted),
+        training._distributed(net, trainer, Strategy.from_json(chosen.to_json()), example),
+    ):
+        for step in range(5):
+            trainer.zero_grad()
+            net(*small_models.batch("cnn", step, rank)).backward()
+            trainer.step()
+        net.flush()
+        error = float((flat_parameters(net) - expected).abs().max())
+        ran = net._offbeat.mode
+    layers = [
+        sorted(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function") for graph in graphs
+    ]
+    return {"error": error, "graphs": layers, "mode": ran}
 
 
 def recomputed(module: str) -> dict[str, Any]:

@@ -67,6 +67,29 @@ def stop_ranks(ranks: Sequence[Forked | subprocess.Popen[bytes]]) -> None:
                     continue
 
 
+def wait_for_steps(process: Forked | subprocess.Popen[bytes], steps: int, seconds: float) -> None:
+    """Waits until a rank has printed so many lines."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + seconds
+    seen = 0
+    os.set_blocking(process.stdout.fileno(), False)
+    while seen < steps:
+        assert time.monotonic() < deadline, f"only {seen} steps within {seconds:.0f} s"
+        assert process.poll() is None, f"ended with {process.returncode} before step {steps}"
+        seen += (process.stdout.read() or b"").count(b"\n")
+        time.sleep(0.05)
+
+
+def drain_and_wait(process: Forked | subprocess.Popen[bytes], deadline: float) -> int | None:
+    """A rank's exit code, None if it has not ended by `deadline` (time.monotonic); what it prints is not kept."""
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    while process.poll() is None and time.monotonic() < deadline:
+        process.stdout.read()
+        time.sleep(0.05)
+    return process.returncode
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

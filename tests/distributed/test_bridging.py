@@ -47,6 +47,29 @@ def test_micro_batches_sum_to_the_whole_batch(pools: Pools, parts: int, scale: f
     assert max(pools(2).call("accumulated", parts=parts, scale=scale)) < 1e-10
 
 
+WHOLE = ["body.0", "body.1", "body.2"], ["body.3", "body.4", "body.5"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [("deferred", []), pytest.param("barrier", [], marks=pytest.mark.slow), ("deferred", ["body"])],
+)
+def test_a_region_is_one_compiled_function_and_changes_no_number(pools: Pools, mode: str, recompute: list[str]):
+    for answer in pools(2).call("fused", regions=WHOLE, mode=mode, recompute=recompute, timeout=120):
+        assert answer["error"] < 1e-10
+        assert answer["mode"] == mode
+        # Convolution, normalisation (which counts its batches) and activation of each region, in one piece.
+        assert len(answer["graphs"]) == 2
+        assert all({"batch_norm", "conv2d", "relu"} <= set(graph) for graph in answer["graphs"])
+
+
+@pytest.mark.slow
+def test_a_region_is_compiled_by_inductor(pools: Pools):
+    for answer in pools(2).call("fused", regions=WHOLE[:1], mode="deferred", backend="inductor", timeout=400):
+        assert answer["error"] < 1e-10
+        assert len(answer["graphs"]) == 1
+
+
 def test_recomputation_runs_forward_twice_and_changes_nothing(pools: Pools):
     for answer in pools(2).call("recomputed", module="feed"):
         assert answer["runs"] == 6

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Pools, start_ranks, stop_ranks
+from harness import Pools, drain_and_wait, start_ranks, stop_ranks, wait_for_steps
 
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
@@ -21,43 +20,22 @@ TIMEOUT = 8.0
 """Seconds the job's process groups wait for a rank that does not answer."""
 
 
-def _wait_for_steps(process: subprocess.Popen[bytes], steps: int, seconds: float) -> None:
-    assert process.stdout is not None
-    deadline = time.monotonic() + seconds
-    seen = 0
-    os.set_blocking(process.stdout.fileno(), False)
-    while seen < steps:
-        assert time.monotonic() < deadline, f"only {seen} steps within {seconds:.0f} s"
-        assert process.poll() is None, f"ended with {process.returncode} before step {steps}"
-        seen += (process.stdout.read() or b"").count(b"\n")
-        time.sleep(0.05)
-
-
 def _run_and_hit(directory: Path, builder: str, options: dict[str, Any], victim: int, blow: int) -> dict[int, str]:
     """Trains on 4 ranks, sends `blow` to one of them in mid-training; what the others said when they ended."""
     arguments = json.dumps({"builder": builder, "timeout": TIMEOUT, "options": options})
     ranks = start_ranks(4, "train_forever", arguments, directory=directory)
     try:
-        _wait_for_steps(ranks[0], STEPS_BEFORE, 120)
+        wait_for_steps(ranks[0], STEPS_BEFORE, 120)
         os.kill(ranks[victim].pid, blow)
         hit = time.monotonic()
         survivors = [rank for rank in range(4) if rank != victim]
         for rank in survivors:
             # Nobody reads their steps any more; a full pipe would block them.
-            code = _drain_and_wait(ranks[rank], hit + 60)
+            code = drain_and_wait(ranks[rank], hit + 60)
             assert code not in (None, 0), f"rank {rank} ended with {code}"
         return {rank: (directory / f"rank{rank}.log").read_text() for rank in survivors}
     finally:
         stop_ranks(ranks)
-
-
-def _drain_and_wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    while process.poll() is None and time.monotonic() < deadline:
-        process.stdout.read()
-        time.sleep(0.05)
-    return process.returncode
 
 
 @pytest.mark.parametrize(

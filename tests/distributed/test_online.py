@@ -66,3 +66,17 @@ def test_no_step_stands_still_while_a_plan_is_sought(pools: Pools, tmp_path: Pat
         usual = answer["seconds"][FIRST_STEPS:]
         assert answer["said"], "it has settled"
         assert max(usual) <= 2 * median(usual) + PAUSE_SECONDS
+
+
+def test_auto_encodes_gradients_with_leave_and_only_then(pools: Pools) -> None:
+    for answer in pools(2).call("encoded_with_leave", allow=[], timeout=120):
+        assert answer["encoders"] == ["none"]
+        assert answer["error"] < 1e-5
+    answers = pools(2).call("encoded_with_leave", allow=["bf16"], timeout=120)
+    for answer in answers:
+        assert "bf16" in answer["encoders"]
+        # Rounded gradients are close, and not the same.
+        assert 1e-5 < answer["error"] < 5e-2
+    # The search was told what encoding takes on this device.
+    assert all(0 < seconds["bf16"] < 1e-6 for seconds in answers[0]["measured"])
+    assert answers[0]["measured"]

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ from reference import flat_parameters, reference_run
 from training import TIMEOUT, _shared
 
 import offbeat
+from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.online import searcher, tuner
 from offbeat.plan import lower
+from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
 from offbeat.strategy import build_strategy
 
@@ -132,3 +135,53 @@ def lose_the_search(how: str) -> dict[str, Any]:
         net._offbeat.release()
     left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     return {"error": error, "said": said, "seconds": seconds, "left": left}
+
+
+def encoded_with_leave(allow: list[str]) -> dict[str, Any]:
+    """Trains with "auto" on a link that is said to be slow; steps are slow unless something is encoded.
+
+    Encoders of the plan in force at the end, what was measured of them, and how far from exact training that is.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    equal, sizes = (1.0,) * world, (4,) * world
+    expected = reference_run("mlp", "sgd", torch.float32, STEPS, world, equal, sizes)
+    asked: list[Any] = []
+
+    def on_slow_links(graph: Any, cluster: Any, costs: Costs, *rest: Any, **options: Any) -> list[Candidate]:
+        asked.append(costs.encoding_seconds_per_byte)
+        fits = {("all_reduce", world): CollectiveFit(1e-5, 0.0, 1e-5)}
+        return candidates(graph, cluster, replace(costs, collectives=fits), *rest, **options)
+
+    class Here:
+        """The real search, in this process."""
+
+        def ask(self, request: dict[str, Any]) -> None:
+            with mock.patch.multiple("offbeat.search.optimize", SEARCH_SECONDS=0.3, candidates=on_slow_links):
+                self.found = searcher.search(request)
+
+        def answer(self) -> dict[str, Any]:
+            return self.found
+
+        def close(self) -> None:
+            """There is no process to end."""
+
+    net = small_models.make("mlp", torch.float32, seed=rank)
+    trainer = small_models.make_optimizer("sgd", net.parameters())
+
+    def encoders() -> list[str]:
+        return sorted({message.encoder.name for message in net._offbeat.plan.messages})
+
+    with mock.patch.object(tuner, "start_search", Here):
+        offbeat.distribute(net, trainer, timeout=TIMEOUT, allow=allow, quiet=True)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            net(*small_models.batch("mlp", step, rank, torch.float32)).backward()
+            time.sleep(0.03 if encoders() == ["none"] else 0.002)
+            trainer.step()
+        net.flush()
+        runtime, found = net._offbeat, encoders()
+        error = (flat_parameters(net) - expected).abs().max().item()
+        runtime.engine.detach()
+        runtime.engine.channels.close()
+        runtime.gate.detach()
+    return {"encoders": found, "measured": asked, "error": error}

@@ -273,6 +273,8 @@ class MemoryChannel:
     def broadcast(self, tensor: torch.Tensor, root: int) -> "MemoryWork":
         return self._start("broadcast", tensor, [] if self.me == root else [tensor], root)
 
+    deliver = broadcast
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "MemoryWork":
         return self._start("all_gather", tensor, list(output.view(self.size, -1)))
 

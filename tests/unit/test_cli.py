@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from offbeat import zoo
-from offbeat.cli import main
+from offbeat.cli import app, main
 from offbeat.cli.demo import compare_losses
 from offbeat.cli.doctor import Finding
 from offbeat.cli.show import print_facts
@@ -106,6 +107,10 @@ def test_models_lists_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
         ("offbeat explain s", {"sharded", "saved.json"}),
         ("offbeat emulate tr", {"train.py", "traces/"}),
         ("offbeat optimize tr", {"transformer", "traces/"}),
+        ("offbeat tune tr", {"train.py", "traces/"}),
+        ("offbeat launch --cluster c.yaml tr", {"train.py", "traces/"}),
+        ("offbeat view --model resnet1", {"resnet101"}),
+        ("offbeat tour --model vgg", {"vgg16"}),
     ],
 )
 def test_shells_complete_names_and_files(words: str, offered: set[str], folder: Path) -> None:
@@ -155,7 +160,20 @@ def test_builders_tell_their_options(capsys: pytest.CaptureFixture[str]) -> None
     assert rows["all_reduce"]["options"]["chunk"] == 64
     assert all(row["summary"] and row["use"] for row in rows.values())
     assert main(["builders"]) == 0
-    assert "fusion_bytes=64MiB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n    Options: fusion_bytes=64MiB cycle=5ms\n" in shown
+    assert shown.count("\n    Use it ") == len(rows)
+
+
+def test_every_command_that_runs_a_script_takes_its_options_alike() -> None:
+    """Options that a command does not know are the script's, wherever they stand; behind '--' all of them are."""
+    commands = typer.main.get_command(app).commands
+    known = {"launch": ["--cluster", "c.yaml"]}
+    for name in ("emulate", "launch", "profile", "run", "tune"):
+        given = [*known.get(name, []), "train.py", "--batch", "8", "--", "--timeout", "5", "-x"]
+        context = commands[name].make_context(name, given)
+        assert context.params["script"] == ["train.py", "--batch", "8", "--timeout", "5", "-x"], name
+        assert context.params["timeout"] != 5, name
 
 
 def test_plan_counts_what_a_ring_sends(capsys: pytest.CaptureFixture[str]) -> None:

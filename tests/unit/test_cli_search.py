@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from offbeat.cli import app
 from offbeat.launch import LOOPBACK, free_port, job_environment
+from offbeat.runtime import fusion
 from offbeat.strategy import Strategy
 
 
@@ -35,6 +36,20 @@ def test_optimize_encodes_gradients_only_with_leave(tmp_path: Path) -> None:
 
     assert encoders() == {"none"}
     assert "bf16" in encoders("--allow", "bf16")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_optimize_times_the_model_s_blocks_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fusion, "backend", lambda graph, _: graph.forward)
+    job = ["optimize", "mlp", "--scale", "0.25", "--cluster", "pace_10g", "--time-limit", "2", "--json"]
+    result = CliRunner().invoke(app, [*job, "--measure", "--allow", "amp", "--allow", "bf16"])
+    assert result.exit_code == 0, result.output
+    assert any("blocks were timed on cpu" in note for note in json.loads(result.stdout)["notes"])
+    assert [*tmp_path.glob("offbeat/blocks/*.json")]
+    refused = CliRunner().invoke(app, [*job, "--allow", "amp"])
+    assert refused.exit_code != 0
+    assert "--measure" in str(refused.exception)
 
 
 def test_optimize_prints_fully_sharded_strategies_as_torch_code() -> None:

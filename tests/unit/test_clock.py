@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat.profile import recorder as recorder_module
 from offbeat.profile.recorder import MemoryRecorder
 from offbeat.timeline import clock as clocks
 from offbeat.timeline.clock import DeviceClock, HostClock, clock_of, host_late_seconds, in_seconds
@@ -69,6 +70,52 @@ def test_a_moment_is_when_the_gpu_comes_to_it(gpu: PretendedGpu) -> None:
     assert clock.seconds(moment) == pytest.approx(moment.host + gpu.behind, abs=2e-3)
 
 
+def test_moments_between_two_marks_are_placed_by_the_host(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "FINE_SECONDS", 1.0)
+    clock = DeviceClock(torch.device("cuda"))
+    first = clock.now()
+    time.sleep(0.02)
+    between = clock.about_now()
+    assert isinstance(between, clocks.BetweenMarks)
+    assert not clock.reached(between)
+    time.sleep(0.02)
+    # What the GPU did meanwhile took it three times as long as it took the host to ask for it.
+    gpu.behind = 0.08
+    last = clock.now()
+    clock.wait(between)
+    assert clock.reached(between)
+    times = [clock.seconds(moment) for moment in (first, between, last)]
+    assert times[1] - times[0] == pytest.approx((times[2] - times[0]) / 2, abs=0.02)
+    assert in_seconds([between], clock) == [times[1]]
+
+
+def test_waiting_for_a_moment_behind_the_last_mark_makes_another(gpu: PretendedGpu) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    clock.now()
+    waited, asked = clock.about_now(), clock.about_now()
+    clock.wait(waited)
+    assert clock.reached(waited)
+    clock.now()
+    gpu.behind = 0.05
+    assert clock.seconds(clock.about_now()) == pytest.approx(time.perf_counter(), abs=0.05)
+    assert clock.seconds(asked) == pytest.approx(clock.seconds(waited), abs=0.05)
+
+
+def test_marks_are_few_where_the_gpu_waits_for_its_host(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "FINE_SECONDS", 2e-3)
+    monkeypatch.setattr(clocks, "COARSE_SECONDS", 10.0)
+    clock = DeviceClock(torch.device("cuda"))
+
+    def marked(behind: float) -> bool:
+        gpu.behind = behind
+        clock.now()
+        time.sleep(4e-3)
+        return isinstance(clock.about_now(), clocks.DeviceMoment)
+
+    assert marked(behind=1.0)
+    assert not marked(behind=0.0)
+
+
 def test_times_stay_exact_far_from_the_first_moment(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events tell time in single precision, so a clock must not count from its first one for hours."""
     clock = DeviceClock(torch.device("cuda"))
@@ -96,7 +143,10 @@ def test_a_gpu_that_has_caught_up_waits_for_its_host(gpu: PretendedGpu) -> None:
     assert in_seconds({"at": [marks[0], 1.0]}, clock)["at"][1] == 1.0
 
 
-def test_a_recorder_writes_a_step_once_the_gpu_has_come_to_its_end(gpu: PretendedGpu) -> None:
+def test_a_recorder_writes_a_step_once_the_gpu_has_come_to_its_end(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "WAITING_STEPS", 1)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = MemoryRecorder()

@@ -184,13 +184,28 @@ def test_step_whose_earlier_communication_is_missing_is_left_out():
         builder.add(0, "network", "communication", "grads", start, start + 0.100, step=step, bytes=64, task=0)
     timeline = builder.build(np.array([[0.0, 0.1, 0.2, 0.3]]))
     diagnosis = diagnose(timeline)
-    assert diagnosis.steps == 2
+    assert diagnosis.steps == 3, "the median is over all steps, as everywhere else"
     assert diagnosis.ranks[0].network_seconds == pytest.approx(0.100)
     assert diagnosis.blame[0].bytes == 64
     assert any("the first step is left out" in note for note in diagnosis.notes)
     single = diagnose(replace(timeline, marks=timeline.marks[:, 2:]))
     assert single.steps == 1
     assert any("is not recorded" in note for note in single.notes)
+
+
+def test_in_a_prediction_ranks_wait_for_a_straggler_and_are_not_idle():
+    """The participants of a replayed collective start together: the others were ready before."""
+    builder = Builder()
+    for rank, ready in enumerate((1.0, 2.0)):
+        builder.add(rank, "compute", "backward", "backward", 0.0, ready, step=0)
+        builder.add(rank, "network", "communication", "grads", 2.0, 3.0, step=0, queued=ready, bytes=64, task=0)
+    diagnosis = diagnose(replace(builder.build(np.array([[0.0, 3.0], [0.0, 3.0]])), source="predicted"))
+    first, late = diagnosis.ranks
+    assert (first.waiting_seconds, first.idle_seconds, first.exposed_seconds) == (1.0, 0.0, 1.0)
+    assert (late.waiting_seconds, late.blamed_seconds, first.blamed_seconds) == (0.0, 1.0, 0.0)
+    assert diagnosis.ideal_seconds == 2.0
+    assert diagnosis.idle_by_reason == {}
+    assert diagnosis.blame[0].waiting_seconds == 0.5
 
 
 def test_timeline_with_marks_but_no_spans_is_idle():
@@ -281,10 +296,11 @@ def reference(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str
 @given(grids())
 def test_diagnosis_agrees_with_looking_at_every_second(timeline):
     diagnosis = diagnose(timeline)
-    timeline = replace(timeline, marks=timeline.marks[:, -1 - diagnosis.steps :])
+    counted = diagnosis.steps - any("the first step is left out" in note for note in diagnosis.notes)
+    timeline = replace(timeline, marks=timeline.marks[:, -1 - counted :])
     mean = np.diff(timeline.marks, axis=1).mean()
     # All times are in proportion to the median step.
-    steps = diagnosis.steps * (mean / diagnosis.step_seconds if mean and diagnosis.step_seconds else 1.0)
+    steps = counted * (mean / diagnosis.step_seconds if mean and diagnosis.step_seconds else 1.0)
     if mean and not diagnosis.step_seconds:
         return
     exposed = dict.fromkeys(timeline.names, 0.0)

@@ -17,8 +17,9 @@ from offbeat.search.frontier.costs import preferred
 from offbeat.search.frontier.evaluate import expanded
 from offbeat.search.frontier.find import find_frontier, profile_devices
 from offbeat.search.frontier.model import Frontier
-from offbeat.search.frontier.picture import svg
+from offbeat.search.frontier.picture import _round_ticks, svg
 from offbeat.search.frontier.track import total_costs
+from offbeat.units import format_bytes, format_seconds
 
 
 class Wide(nn.Module):
@@ -223,9 +224,25 @@ def test_the_picture_marks_every_system(found, tmp_path):
     assert f">{found.title}<" in text
     assert text.count("a step") > len(found.points), "every point says its strategy"
     found.plot(tmp_path / "frontier.html")
-    assert f"<title>{found.title}</title>" in (tmp_path / "frontier.html").read_text()
+    page = (tmp_path / "frontier.html").read_text()
+    assert f"<title>{found.title}</title>" in page
+    assert page.count("split over devices;") == len(found.points), "the table has the words too"
+    assert Frontier.from_json(found.to_json()).title == found.title, "a saved frontier is drawn with its title"
     with pytest.raises(OffbeatError, match=r"\.svg"):
         found.plot(tmp_path / "frontier.png")
+
+
+@pytest.mark.parametrize("ratio", [1.3, 2.5, 7.0, 40.0, 900.0, 1e5])
+@pytest.mark.parametrize(("base", "first"), [(10.0, 3.7e-4), (10.0, 0.91), (10.0, 1.0), (2.0, 1024.0), (2.0, 7.7e9)])
+def test_ticks_are_round(base, first, ratio):
+    ticks = _round_ticks(first, first * ratio, base)
+    assert 3 <= len(ticks) <= 8
+    assert ticks == sorted(ticks)
+    assert first * (1 - 1e-6) <= ticks[0] < ticks[-1] <= first * ratio * (1 + 1e-6)
+    for tick in ticks:
+        label = (format_bytes(tick) if base == 2 else format_seconds(tick)).split()[0]
+        digits = label.replace(".", "").strip("0")
+        assert len(digits) <= (2 if ratio > 2 else 3) or math.log2(float(label)).is_integer(), label
 
 
 class Shifted(nn.Module):
@@ -244,6 +261,6 @@ def test_the_gradient_of_a_viewed_bias_is_summed_over_the_batch(machine):
     graph = capture(Shifted(), (torch.randn(16, 64),), name="shifted")
     frontier = find_frontier(graph, machine)
     mesh = frontier.prices.mesh
-    gradients = mesh.seconds("all_reduce", (0, 1), sum(variable.bytes for variable in graph.variables))
+    gradients = sum(mesh.seconds("all_reduce", (0, 1), variable.bytes) for variable in graph.variables)
     loss = mesh.seconds("all_reduce", (0, 1), 4)
     assert data_parallel(frontier.prices).network_seconds == pytest.approx(gradients + loss, rel=1e-3)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tuning_cases import CLUSTER, GRAPH, HIDDEN
 
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.analytic import Coefficients, compute_seconds, message_features, sync_seconds
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.search.auto.sampler import Sampler
@@ -50,6 +52,17 @@ def test_a_plan_is_encoded_shard_by_shard_in_forward_order():
     assert encode(plan).base != encoded.base, "without replay the analytic model is the base"
     assert {(a, a) for a in range(pieces)} <= set(map(tuple, encoded.edges.T.tolist()))
     assert set(map(tuple, encoded.edges.T.tolist())) == set(map(tuple, encoded.edges[::-1].T.tolist()))
+
+
+@pytest.mark.parametrize(("bandwidth", "longer"), [("1Mbit/s", "network"), ("1000Gbit/s", "compute")])
+def test_the_analytic_model_takes_the_longer_of_computing_and_synchronising(bandwidth, longer):
+    """AutoSync's equation 1."""
+    where = ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth=bandwidth, latency="1us")
+    plan = lower(GRAPH, where, build_strategy("all_reduce", GRAPH, where))
+    none = Coefficients(phi_seconds=0.0, delta_seconds=0.0)
+    seconds = {"compute": compute_seconds(plan), "network": sum(sync_seconds(message_features(plan), none))}
+    assert max(seconds, key=seconds.__getitem__) == longer
+    assert encode(plan, coefficients=none).base == pytest.approx(math.log(seconds[longer]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

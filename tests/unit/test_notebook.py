@@ -45,5 +45,10 @@ def test_results_are_tables_and_pictures(shown: dict[str, Any], name: str, part:
     assert "\n" not in repr(shown[name])
 
 
+def test_a_cell_shows_the_picture_in_its_own_size(shown: dict[str, Any]) -> None:
+    """Without a size of its own, an SVG is as wide as the cell, and its letters are giants."""
+    assert '<svg xmlns="http://www.w3.org/2000/svg" width="480" height="' in shown["frontier"]._repr_html_()
+
+
 def test_names_stay_text() -> None:
     assert "<b>x</b>" not in Strategy(name="<b>x</b>")._repr_html_()

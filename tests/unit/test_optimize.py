@@ -9,7 +9,6 @@ import pytest
 from cases import mostly_slow
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pace_jobs import jobs_of
 from strategies import Layer, Weight, make_graph, random_graphs, random_strategies
 
 from offbeat import zoo
@@ -17,13 +16,14 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
+from offbeat.graph.model import BlockTimes
 from offbeat.plan import lower
 from offbeat.plan.schedule import priority_order
 from offbeat.search.anneal import anneal, bound
 from offbeat.search.arrange import arranged
 from offbeat.search.explain import explain
 from offbeat.search.optimize import STARTS, candidates, optimize, predict, search
-from offbeat.search.pace import search_fusion
+from offbeat.search.pace import jobs_of, search_fusion
 from offbeat.search.pace.strategy import pace_strategy
 from offbeat.search.passes import PASSES, Candidate, Problem, register_pass
 from offbeat.search.passes.arrangement import best_parts, better_fused, flipped
@@ -253,8 +253,9 @@ def fusible(seed: int, saved: float, layers: int = 2) -> tuple[Problem, Candidat
     graph = graph.with_seconds(times | {op.name: 0.0 for op in graph.phase("optimizer")})
     per_byte = backward / (4000 * layers) * float(rng.uniform(0.05, 0.95))
     costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(0.0, 0.0, per_byte)})
-    measured = {"layers": (layers * forward, layers * backward * (1 - saved))}
-    problem = Problem(graph, CLUSTER, costs, fused_seconds=measured, mode="barrier")
+    whole = (layers * forward, layers * backward)
+    measured = {"eager": whole, "compiled": (whole[0], whole[1] * (1 - saved))}
+    problem = Problem(graph.with_blocks([BlockTimes(("layers",), measured)]), CLUSTER, costs, mode="barrier")
     return problem, problem.evaluate(build_strategy("wfbp", graph, CLUSTER), "start")
 
 
@@ -263,7 +264,7 @@ def test_theorem_1_tells_when_operators_are_better_fused(seed, saved, layers):
     problem, apart = fusible(seed, saved, layers)
     regions = {"fusion": (("layers",),)}
     fused = problem.evaluate(apart.strategy.model_copy(update=regions), "fused")
-    pays = op_fusion_pays(apart.plan, fused.plan, "layers", problem)
+    pays = op_fusion_pays(apart.plan, fused.plan, ("layers",), problem)
     assume(abs(fused.seconds - apart.seconds) > 1e-9)
     assert pays == (fused.seconds < apart.seconds)
 
@@ -461,12 +462,74 @@ def test_encoders_that_do_not_exist_are_named(allow, message):
 def test_compiled_modules_are_chosen_by_their_measured_time():
     graph, _ = random_case(8, layers=4)
     costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(0.0, 0.0, 1e-12)})
-    slow = {f"layers.{i}": (1.0, 1.0) for i in range(4)}
-    fast = {f"layers.{i}": (1e-5, 1e-5) for i in range(4)}
-    assert optimize(graph, CLUSTER, costs=costs, rounds=0, fused_seconds=slow).fusion == ()
-    found = search(graph, CLUSTER, costs=costs, rounds=0, fused_seconds=fast)
+
+    def compiled(factor: float) -> ModelGraph:
+        times = {"eager": (1e-3, 1e-3), "compiled": (factor * 1e-3, factor * 1e-3)}
+        return graph.with_blocks(BlockTimes((f"layers.{i}",), times) for i in range(4))
+
+    assert optimize(compiled(1.2), CLUSTER, costs=costs, rounds=0).fusion == ()
+    found = search(compiled(0.5), CLUSTER, costs=costs, rounds=0)
     assert sorted(found.strategy.fusion) == [(f"layers.{i}",) for i in range(4)]
-    assert found.seconds < search(graph, CLUSTER, costs=costs, rounds=0).seconds
+    eager = search(graph, CLUSTER, costs=costs, rounds=0)
+    assert eager.strategy.fusion == ()
+    computed = sum(op.seconds for op in graph.operators if op.phase != "optimizer")
+    assert eager.seconds - found.seconds == pytest.approx(computed / 2, rel=1e-3)
+
+
+def amp_case(factor: float) -> tuple[ModelGraph, Costs]:
+    """Layers that take `factor` of their time under autocast, on a fast link."""
+    graph, _ = random_case(8, layers=4)
+    times = {"eager": (1e-3, 1e-3), "bf16": (factor * 1e-3, factor * 1e-3)}
+    costs = Costs(collectives={("all_reduce", WORKERS): CollectiveFit(0.0, 0.0, 1e-12)})
+    return graph.with_blocks(BlockTimes((f"layers.{i}",), times) for i in range(4)), costs
+
+
+def test_autocast_is_chosen_only_with_leave_and_where_it_was_measured_to_pay():
+    graph, costs = amp_case(0.25)
+    exact = search(graph, CLUSTER, costs=costs, rounds=0)
+    lossy = search(graph, CLUSTER, costs=costs, rounds=0, allow=("amp",))
+    assert exact.strategy.precision is None
+    assert lossy.strategy.precision == "bf16"
+    # Replay counts the measured time, and so does the explanation of what autocast is worth.
+    computed = sum(op.seconds for op in graph.operators if op.phase != "optimizer")
+    assert exact.seconds - lossy.seconds == pytest.approx(0.75 * computed, rel=1e-3)
+    worth = {each.name: each.worth_seconds for each in explain(lossy.strategy, graph, CLUSTER, costs).decisions}
+    assert worth["precision"] == pytest.approx(0.75 * computed, rel=1e-3)
+    slower, costs = amp_case(1.5)
+    assert search(slower, CLUSTER, costs=costs, rounds=0, allow=("amp",)).strategy.precision is None
+
+
+def test_autocast_without_a_measurement_is_refused():
+    graph, _ = random_case(8)
+    with pytest.raises(OffbeatError, match="'amp' is decided by what the model's blocks take under autocast"):
+        optimize(graph, CLUSTER, allow=("amp",))
+
+
+def test_what_recomputing_takes_is_measured_or_called_a_guess():
+    graph, costs = random_case(8, layers=4)
+    again = Strategy(recompute=("layers.1",))
+    times = {"eager": (2e-3, 3e-3), "recomputed": (2e-3, 6e-3)}
+    timed = graph.with_blocks([BlockTimes(("layers.1",), times)])
+    forward = sum(op.seconds for op in graph.phase("forward") if op.module == "layers.1")
+
+    def repeating(of: ModelGraph) -> float:
+        return next(s.seconds for s in lower(of, CLUSTER, again).segments if s.recomputed)
+
+    assert repeating(graph) == pytest.approx(forward)
+    assert repeating(timed) == pytest.approx(1.5 * forward)
+    guess = "a guess: what that takes was not timed"
+    for of, guessed in ((graph, True), (timed, False)):
+        what = next(each.what for each in explain(again, of, CLUSTER, costs).decisions if each.name == "recompute")
+        assert (guess in what) == guessed
+
+
+def test_blocks_survive_the_graph_s_file_and_leave_its_digest():
+    graph, _ = random_case(8, layers=4)
+    timed = graph.with_blocks([BlockTimes(("layers.1", "layers.2"), {"eager": (1.0, 2.0), "compiled": (0.5, 1.5)})])
+    assert ModelGraph.from_json(timed.to_json()) == timed
+    assert timed.digest == graph.digest
+    with pytest.raises(OffbeatError, match=r"block 'layers\.1' has no seconds that can be compared"):
+        BlockTimes(("layers.1",), {"compiled": (1.0, 1.0)})
 
 
 def test_explanation_adds_up():

@@ -3,20 +3,30 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pace_baselines import bytescheduler_schedule, fifo_schedule, horovod_fusion, tictac_schedule
-from pace_jobs import jobs_of
 from pace_lp import solve
-from strategies import Layer, Weight, make_graph
+from strategies import Layer, Weight, make_graph, random_graphs
+from torch import nn
 
+from offbeat import OffbeatError, zoo
+from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph, Operator, TensorSpec, Variable
+from offbeat.graph.skeleton import skeleton
+from offbeat.plan import lower
 from offbeat.search import pace
-from offbeat.search.pace import LinkSchedule
+from offbeat.search.pace import LinkSchedule, jobs_of
 from offbeat.search.pace.fusion import balanced_borders, max_min_sizes
+from offbeat.search.pace.paths import gradient_paths, list_schedule
+from offbeat.search.pace.strategy import operator_seconds, pace_strategy
+from offbeat.simulate.fast.gradients import gradients_of
+from offbeat.strategy import build_strategy
 
 Slices = list[tuple[int, float, float]]
 
@@ -442,11 +452,188 @@ def test_jobs_of_a_branching_graph_by_longest_paths() -> None:
             Variable("b", (1,), "float32", "right", "d_right"),
         ),
     )
-    parallel = jobs_of(graph, 1.0, 1.0, parallel=True)
-    assert parallel.ready.tolist() == [4, 5]
-    assert parallel.tail.tolist() == [3.25, 6.5]
-    assert parallel.compute_seconds == 11.5
+    for streams in (None, 2):
+        parallel = jobs_of(graph, 1.0, 1.0, streams=streams)
+        assert parallel.ready.tolist() == [4, 5]
+        assert parallel.tail.tolist() == [3.25, 6.5]
+        assert parallel.compute_seconds == 11.5
     serial = jobs_of(graph, 1.0, 1.0)
     assert serial.ready.tolist() == [4, 8]
     assert serial.tail.tolist() == [8.75, 6.5]
     assert serial.compute_seconds == 8 + 8.75
+
+
+@st.composite
+def branching_graphs(draw: st.DrawFn) -> ModelGraph:
+    """A random DAG of forward operators and its mirror image, whole seconds, some variables with several readers."""
+    count = draw(st.integers(1, 7))
+    seconds = st.integers(0, 4).map(float)
+    reads = [draw(st.sets(st.integers(0, place - 1), max_size=3)) if place else set() for place in range(count)]
+    variables = {f"v{n}": sorted(draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2))) for n in range(5)}
+    forward = [
+        operator(
+            f"f{place}",
+            "forward",
+            tuple(f"f{n}" for n in sorted(reads[place])),
+            draw(seconds),
+            tuple(name for name, readers in variables.items() if place in readers),
+        )
+        for place in range(count)
+    ]
+    backward = [
+        operator(
+            f"b{place}",
+            "backward",
+            (f"f{place}", *(f"b{later}" for later in range(count) if place in reads[later])),
+            draw(seconds),
+        )
+        for place in reversed(range(count))
+    ]
+    updates = [
+        operator(f"update.{name}", "optimizer", (f"b{readers[0]}",), draw(seconds), (name,))
+        for name, readers in variables.items()
+    ]
+    return ModelGraph(
+        name="branching",
+        operators=(*forward, *backward, *updates),
+        variables=tuple(
+            Variable(name, (draw(st.integers(1, 4)),), "float32", f"f{readers[0]}", f"b{readers[0]}")
+            for name, readers in sorted(variables.items(), key=lambda item: item[1])
+        ),
+    )
+
+
+def seconds_of(graph: ModelGraph) -> dict[str, float]:
+    return {op.name: op.seconds or 0.0 for op in graph.operators}
+
+
+def all_paths(edges: dict[str, list[str]], start: str) -> list[list[str]]:
+    """Every path from a node to one that has no edges."""
+    ways = [way for name in edges.get(start, []) for way in all_paths(edges, name)]
+    return [[start, *way] for way in ways] or [[start]]
+
+
+@given(branching_graphs())
+def test_without_a_limit_ready_times_and_tails_are_the_longest_of_all_paths(graph: ModelGraph) -> None:
+    took = seconds_of(graph)
+    forward = {op.name: op for op in graph.phase("forward")}
+    into = {op.name: [name for name in op.inputs if name not in forward] for op in graph.phase("backward")}
+    out_of = {name: [op.name for op in forward.values() if name in op.inputs] for name in forward}
+    jobs = jobs_of(graph, 1.0, 1.0, streams=None)
+    for name, ready, tail in zip(jobs.names, jobs.ready.tolist(), jobs.tail.tolist(), strict=True):
+        ways = all_paths(into, graph.variable(name).gradient_from or "")
+        assert ready == max(sum(took[each] for each in way) for way in ways)
+        starts = [op.name for op in forward.values() if name in op.variables]
+        ways = [way for start in starts for way in all_paths(out_of, start)]
+        assert tail == took[f"update.{name}"] + max(sum(took[each] for each in way) for way in ways)
+
+
+@given(branching_graphs(), st.sampled_from((1, 2, 3, None)))
+def test_streams_run_no_more_at_once_than_they_are_and_nothing_early(graph: ModelGraph, streams: int | None) -> None:
+    took = seconds_of(graph)
+    inputs = {op.name: op.inputs for op in graph.operators}
+    order = [op.name for op in graph.operators]
+    ends = list_schedule(order, inputs, took, streams)
+    begins = {name: end - took[name] for name, end in ends.items()}
+    for name in order:
+        assert begins[name] >= max((ends[each] for each in inputs[name]), default=0.0)
+        running = [each for each in order if begins[each] <= begins[name] < ends[each]]
+        assert len(running) <= (streams or len(order))
+    if streams == 1:
+        assert list(ends.values()) == np.cumsum([took[name] for name in order]).tolist()
+    assert list_schedule(order, inputs, took, len(order)) == list_schedule(order, inputs, took, None)
+
+
+@given(branching_graphs())
+def test_on_a_dag_the_schedule_is_the_linear_programmes_and_ends_when_constraint_5_says(graph: ModelGraph) -> None:
+    took = seconds_of(graph)
+    for streams in (1, 2, None):
+        jobs = jobs_of(graph, 1.0, 1.0, streams=streams)
+        slots = [values.astype(int).tolist() for values in (jobs.ready, jobs.sizes / 4, jobs.tail)]
+        schedule = pace.preemptive_schedule(*slots)
+        assert schedule.makespan == solve(*slots, lexicographic=False).makespan
+        check_feasible(schedule, *slots)
+        assert pace.search_fusion(jobs.ready, jobs.sizes, jobs.tail, 0.25, 0.0).makespan == schedule.makespan
+    # The last one, without a limit: z_j = f_j + max(z_k, y_v), where an update stands between v and its readers.
+    updated = {name: end + took[f"update.{name}"] for name, end in zip(jobs.names, schedule.completion, strict=True)}
+    ends: dict[str, float] = {}
+    for op in graph.phase("forward"):
+        waited = [ends[name] for name in op.inputs] + [updated[name] for name in op.variables]
+        ends[op.name] = took[op.name] + max(waited, default=0.0)
+    dependent = max(schedule.completion[i] + jobs.tail[i] for i in range(len(jobs.names)))
+    assert max(*ends.values(), *updated.values()) == max(dependent, *forward_alone(graph).values())
+
+
+def forward_alone(graph: ModelGraph) -> dict[str, float]:
+    """When forward operators end that wait for no variable."""
+    return list_schedule(
+        [op.name for op in graph.phase("forward")],
+        {op.name: op.inputs for op in graph.phase("forward")},
+        seconds_of(graph),
+        None,
+    )
+
+
+CLUSTER = ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us", memory="16GiB")
+
+
+@pytest.fixture(scope="module")
+def inception() -> ModelGraph:
+    """On a device that takes about as long to compute as the cluster to send."""
+    graph = zoo.capture("inception_v3", 0.25)
+    return graph.with_seconds({op.name: op.estimate(3e10, 3e9) for op in graph.operators})
+
+
+@pytest.mark.parametrize("coarsen", [True, False])
+def test_one_stream_is_the_chain_that_replay_knows(inception: ModelGraph, coarsen: bool) -> None:
+    costs = Costs(compute_scale={1: 1.5}, interference=0.2)
+    plan = lower(inception, CLUSTER, build_strategy("wfbp", inception, CLUSTER))
+    chain = gradients_of(plan, costs, coarsen=coarsen)
+    assert chain is not None
+    seconds = operator_seconds(plan, chain.slots)
+    ready, tail, _ = gradient_paths(inception, seconds, chain.names, chain.update, 1)
+    assert ready == pytest.approx(chain.ready, rel=1e-9)
+    assert tail == pytest.approx(chain.tail, rel=1e-9)
+
+
+@given(random_graphs(), st.integers(1, 3))
+def test_one_stream_is_the_chain_of_any_model(graph: ModelGraph, passes: int) -> None:
+    """Also with variables that nobody reads, tied ones, and several passes before one update."""
+    graph = replace(graph, passes=passes)
+    plan = lower(graph, CLUSTER, build_strategy("wfbp", graph, CLUSTER))
+    chain = gradients_of(plan, Costs(), coarsen=False)
+    if chain is None:
+        return
+    ready, tail, _ = gradient_paths(graph, operator_seconds(plan, chain.slots), chain.names, chain.update, 1)
+    assert ready == pytest.approx(chain.ready, rel=1e-9)
+    assert tail == pytest.approx(chain.tail, rel=1e-9)
+
+
+def test_branches_of_inception_shorten_tails_and_change_the_order(inception: ModelGraph) -> None:
+    chain, dag = (jobs_of(inception, 1.0, 1.0, streams=streams) for streams in (1, None))
+    assert (dag.tail <= chain.tail).all()
+    assert (dag.ready <= chain.ready).all()
+    # In one block, a branch of one convolution is less urgent than the first of a branch of three, on a DAG only.
+    place = {name: number for number, name in enumerate(chain.names)}
+    short, long = (place[f"body.0.branches.{branch}.weight"] for branch in ("0.0", "2.0.0"))
+    assert chain.tail[short] > chain.tail[long]
+    assert dag.tail[short] < dag.tail[long]
+    # Where branches run side by side, the step is shorter, and shorter with their own tails than with the chain's.
+    duration = dag.sizes * 1.2e-8
+    best = pace.preemptive_schedule(dag.ready, duration, dag.tail).makespan
+    misled = pace.preemptive_schedule(dag.ready, duration, chain.tail).completion
+    assert best < 0.85 * pace.preemptive_schedule(chain.ready, duration, chain.tail).makespan
+    assert best < (np.array(misled) + dag.tail).max()
+    one, many = (pace_strategy(inception, CLUSTER, streams=streams) for streams in (1, None))
+    assert one == pace_strategy(inception, CLUSTER)
+    assert many.schedule.order != one.schedule.order
+    assert lower(inception, CLUSTER, many).messages
+
+
+@pytest.mark.parametrize("streams", [0, -1, True, 1.5])
+def test_impossible_streams_are_refused(streams: int) -> None:
+    graph = make_graph([Layer((Weight("a", (2, 2)),))])
+    with pytest.raises(OffbeatError, match=r"streams: .* must be a whole number, at least 1, or None"):
+        jobs_of(graph, 1.0, 1.0, streams=streams)
+    with pytest.raises(OffbeatError, match="has no dataflow; capture it with example inputs"):
+        jobs_of(skeleton(nn.Linear(2, 2)), 1.0, 1.0, streams=2)

@@ -279,7 +279,7 @@ def test_a_recorded_job_is_compared_explained_and_replayed(tmp_path: Path) -> No
     ):
         relative = profile.step_seconds / same * what_if(profile, [change])[0].iteration_time
         assert seconds[label] == pytest.approx(relative)
-    assert sum(label.startswith("Strategy: ") for label in seconds) == advice_module.SHOWN_STRATEGIES
+    assert sum(label.startswith("Another strategy (") for label in seconds) == advice_module.SHOWN_STRATEGIES
     assert len(report.explanations) == 2
     assert report.explanations[0].step_seconds == pytest.approx(same, rel=0.01)
     assert report.help.best is not None

@@ -1,5 +1,6 @@
 """Ranks that hold no replica serve parameters: training equals one process, and replay knows them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,26 +10,39 @@ from in_memory import TIMEOUT, distance, distributed, fresh, run_ranks
 from memory_job import MemoryJob, MemoryWorld
 from reference import flat_parameters, graph_of, make_strategy
 
+from offbeat import zoo
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.measured import Costs
 from offbeat.cost.memory import peak_memory
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.plan import lower
+from offbeat.plan.messages import root_shares
 from offbeat.runtime.distribute import serve
+from offbeat.search.optimize import optimize
 from offbeat.simulate import simulate
-from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy
+from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy, transfer
 
-WORKERS, SERVERS, STEPS = 2, 2, 4
+WORKERS, SERVERS, STEPS = 2, 2, 6
 CLUSTER = ClusterSpec(nodes=({"count": WORKERS}, {"count": SERVERS, "role": "server", "device": "cpu"}))
 BUILDERS = ("ps", "ps_load_balanced", "partitioned_ps", "uneven_partitioned_ps", "byteps", "parallax", "fast_servers")
 OPTIONS = {
-    "byteps": {"partition": 256},
+    "byteps": {"partition": 1024},
     "partitioned_ps": {"threshold": 64},
     "fast_servers": {"threshold": 64, "shard": 1024},
 }
+SUMMED = ("byteps", "fast_servers")
+"""Every replica applies the update; workers with fast links sum some of the gradients, too."""
 TOLERANCE = 1e-10
 
 
-def run_job(name: str, kind: str, strategy: Strategy, body: Any, cluster: ClusterSpec = CLUSTER) -> list[Any]:
+def run_job(
+    name: str,
+    kind: str,
+    strategy: Strategy,
+    body: Any,
+    cluster: ClusterSpec = CLUSTER,
+    job: MemoryJob | None = None,
+) -> list[Any]:
     """What `body(world, model, optimizer)` returns on each replica; the other ranks serve, and return None."""
     graph = graph_of(name, torch.float64, kind)
 
@@ -41,7 +55,7 @@ def run_job(name: str, kind: str, strategy: Strategy, body: Any, cluster: Cluste
         with distributed(world, model, optimizer, (graph, cluster, strategy)):
             return body(world, model, optimizer)
 
-    return run_ranks(cluster.world_size, rank, MemoryJob(cluster.world_size))
+    return run_ranks(cluster.world_size, rank, job)
 
 
 def train(model: Any, optimizer: Any, name: str, place: int, steps: range, clip: float | None = None) -> None:
@@ -79,9 +93,10 @@ def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, mode: st
     graph = graph_of("everything", torch.float64, kind)
     given = {"builder": builder, "options": OPTIONS.get(builder, {})}
     strategy = make_strategy(given, graph, CLUSTER, mode)
-    owners = {shard.owner for config in strategy.variables.values() for shard in config.shards} - {None}
-    assert owners
-    assert owners <= set(CLUSTER.servers)
+    messages = lower(graph, CLUSTER, strategy).messages
+    serving = {rank for message in messages for rank in message.servers}
+    assert serving
+    assert serving >= set(CLUSTER.servers) if builder in SUMMED else serving <= set(CLUSTER.servers)
     expected = reference("everything", kind, WORKERS)
 
     def body(world: MemoryWorld, model: Any, optimizer: Any) -> float:
@@ -120,8 +135,33 @@ def test_replicas_may_be_a_part_of_the_ranks(builder: str, replicas: tuple[int, 
     assert all(torch.allclose(answers[rank], expected, atol=TOLERANCE, rtol=0) for rank in replicas)
 
 
-def test_a_server_applies_the_gradients_that_the_loop_has_clipped() -> None:
-    strategy = build_strategy("ps_load_balanced", graph_of("mlp", torch.float64, "sgd"), CLUSTER)
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_sum_for_each_other_whenever_messages_arrive(seed: int) -> None:
+    """Without servers of their own, in any order of completion, and beside shards that others own."""
+    cluster, graph = ClusterSpec.homogeneous(nodes=3), graph_of("everything", torch.float64, "adamw")
+    base = build_strategy("overlap", graph, cluster, bucket=256, slice_bytes=1024, in_flight=3)
+    variables = {name: config.summed for name, config in base.variables.items()}
+    mixed = (
+        Shard(synchronizer="summation_server", placement=(2,)),
+        Shard(synchronizer="parameter_server", placement=(1,)),
+    )
+    variables["dense.2.weight"] = VariableConfig(partition=(2, 1), shards=mixed)
+    strategy = base.model_copy(update={"variables": variables})
+    roots = {task.root for task in lower(graph, cluster, strategy).tasks if task.kind == "relay"}
+    assert roots == {0, 1, 2}
+    expected = reference("everything", "adamw", 3)
+
+    def body(world: MemoryWorld, model: Any, optimizer: Any) -> float:
+        train(model, optimizer, "everything", world.rank, range(STEPS))
+        return distance(model, expected)
+
+    job = MemoryJob(3, seed=seed)
+    assert max(run_job("everything", "adamw", strategy, body, cluster, job)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("builder", ["ps_load_balanced", "fast_servers"])
+def test_what_is_applied_are_the_gradients_that_the_loop_has_clipped(builder: str) -> None:
+    strategy = build_strategy(builder, graph_of("mlp", torch.float64, "sgd"), CLUSTER)
     expected = reference("mlp", "sgd", WORKERS, clip=0.05)
 
     def body(world: MemoryWorld, model: Any, optimizer: Any) -> float:
@@ -131,13 +171,14 @@ def test_a_server_applies_the_gradients_that_the_loop_has_clipped() -> None:
     assert max(run_job("mlp", "sgd", strategy, body)[:WORKERS]) <= TOLERANCE
 
 
-def test_state_and_values_that_are_loaded_reach_the_servers() -> None:
-    strategy = build_strategy("ps_load_balanced", graph_of("mlp", torch.float64, "adamw"), CLUSTER)
+@pytest.mark.parametrize("builder", ["ps_load_balanced", "fast_servers"])
+def test_state_and_values_that_are_loaded_reach_the_servers(builder: str) -> None:
+    strategy = build_strategy(builder, graph_of("mlp", torch.float64, "adamw"), CLUSTER)
     expected = reference("mlp", "adamw", WORKERS)
 
     def body(world: MemoryWorld, model: Any, optimizer: Any) -> float:
         train(model, optimizer, "mlp", world.rank, range(2))
-        state, values = optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+        state, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
         train(model, optimizer, "mlp", world.rank, range(5, 7))
         optimizer.load_state_dict(state)
         model.load_state_dict(values)
@@ -177,15 +218,62 @@ def test_replay_prices_servers_by_their_own_links() -> None:
     assert seconds[1] > 5 * seconds[0]
 
 
-def test_unequal_servers_get_bytes_by_their_bandwidth() -> None:
-    servers = ({"role": "server", "bandwidth": "3Gbit/s"}, {"role": "server", "bandwidth": "1Gbit/s"})
-    cluster = ClusterSpec(nodes=({"count": 2}, *servers))
+def summed_bytes(cluster: ClusterSpec) -> dict[int, int]:
+    """Bytes that each rank sums in a step."""
     graph = graph_of("everything", torch.float64, "sgd")
-    held = {2: 0, 3: 0}
-    for message in lower(graph, cluster, build_strategy("byteps", graph, cluster, partition=64)).messages:
-        assert message.owner is not None
-        held[message.owner] += message.bytes
+    held: dict[int, int] = {}
+    for task in lower(graph, cluster, build_strategy("byteps", graph, cluster, partition=1024)).communication:
+        if task.root is not None:
+            held[task.root] = held.get(task.root, 0) + task.wire_bytes
+    return held
+
+
+def test_unequal_servers_sum_by_their_bandwidth() -> None:
+    servers = ({"role": "server", "bandwidth": "3Gbit/s"}, {"role": "server", "bandwidth": "1Gbit/s"})
+    held = summed_bytes(ClusterSpec(nodes=({"bandwidth": "0.1Gbit/s"}, {"bandwidth": "0.1Gbit/s"}, *servers)))
+    assert held.keys() == {2, 3}
     assert 2 < held[2] / held[3] < 4.5
+
+
+def test_every_link_that_sums_is_taken_for_as_long() -> None:
+    """BytePS's optimum, OSDI 2020: of n workers and k servers with equal links, each server sums 2(n − 1) / d and each
+    worker (n − k) / d, where d = n² + kn − 2k. Slow workers sum nothing."""
+    workers, servers = [{"bandwidth": "1Gbit/s"}] * 4, [{"bandwidth": "1Gbit/s", "role": "server"}] * 2
+    shares = root_shares((), (0, 1, 2, 3), ClusterSpec(nodes=(*workers, *servers)))
+    assert shares == pytest.approx({**dict.fromkeys(range(4), 2 / 20), **dict.fromkeys((4, 5), 6 / 20)})
+    slow = [{"bandwidth": "0.5Gbit/s"}] * 2
+    shares = root_shares((), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers)))
+    assert shares == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 3, 5: 1 / 3})
+    assert root_shares((5,), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers))) == {5: 1.0}
+
+
+def test_sums_come_back_before_the_step_is_taken() -> None:
+    """Replay: what servers sum is limited by the slowest link alone, a ring passes half as much again through it."""
+    graph = zoo.capture("vgg16", scale=0.25, batch=8)
+    links = ("0.5Gbit/s", "0.5Gbit/s", "1Gbit/s", "1Gbit/s")
+    nodes = (*({"bandwidth": each} for each in links), *({"role": "server", "bandwidth": "1Gbit/s"} for _ in range(2)))
+    cluster, costs = ClusterSpec(nodes=nodes), Costs(straight=True, portions=True)
+    seconds = {}
+    for builder in ("overlap", "fast_servers"):
+        plan = lower(graph, cluster, build_strategy(builder, graph, cluster))
+        seconds[builder] = simulate(plan, costs).iteration_time
+        assert simulate(plan, costs, expand=True).iteration_time == pytest.approx(seconds[builder], rel=0.15)
+    assert seconds["overlap"] > 1.4 * seconds["fast_servers"]
+
+
+def test_the_search_finds_servers_and_its_strategy_moves_to_other_clusters() -> None:
+    graph = zoo.capture("vgg16", scale=0.25, batch=8)
+    workers = [{"bandwidth": each} for each in ("0.5Gbit/s", "0.5Gbit/s", "1Gbit/s", "1Gbit/s")]
+    server = {"role": "server", "bandwidth": "1Gbit/s"}
+    cluster, costs = ClusterSpec(nodes=(*workers, server, server)), Costs(straight=True, portions=True)
+    found = optimize(graph, cluster, costs=costs, rounds=0)
+    plan = lower(graph, cluster, found)
+    assert {4, 5} <= {rank for message in plan.messages for rank in message.roots}
+    ring = lower(graph, cluster, build_strategy("overlap", graph, cluster))
+    assert simulate(ring, costs).iteration_time > 1.4 * simulate(plan, costs).iteration_time
+    other = ClusterSpec(nodes=(*reversed(workers), server))
+    moved = lower(graph, other, transfer(found, graph, other))
+    assert {rank for message in moved.messages for rank in message.roots} == {0, 1, 4}
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,8 +1,8 @@
 /* The live page: sliders and switches → a state → numbers and a timeline from the server, drawn.
 
-   One replay is asked for at a time; what changes meanwhile is asked for when it is back, so that the newest state always
-   wins and none in between is waited for. Memory and the other strategies follow once nothing has changed for a while.
-   Texts that came from a trace are only ever set as text. */
+   One replay is asked for at a time; what changes meanwhile is asked for when it is back, or has taken long enough to be
+   ended, so that the newest state always wins and none in between is waited for. Memory and the other strategies follow
+   once nothing has changed for a while. Texts that came from a trace are only ever set as text. */
 "use strict";
 
 (() => {
@@ -10,10 +10,9 @@
   const token = document.querySelector('meta[name="offbeat-token"]').content;
   const FACTORS = ["bandwidth", "latency", "compute"];
   const QUIET_MILLISECONDS = 250;
-  const PART_NAMES = { compute: "compute", exposed: "exposed communication", waiting: "waiting for other ranks", idle: "idle" };
-  const KIND_NAMES = { update: "update of one message", wait: "standing still" };
   const SLOW_MILLISECONDS = 500;
-  let about = null, view = null, shown = null, cancel = null, busy = false, wanted = null, changedAt = 0, quiet = null;
+  let about = null, view = null, shown = null, searched = null, refusedAddress = "";
+  let running = null, later = null, busy = false, wanted = null, changedAt = 0, quiet = null;
   let ranking = { key: "", rows: new Map(), failed: new Map() };
 
   class Refused extends Error {}
@@ -40,7 +39,7 @@
     return chosen;
   }
 
-  // Controls as a state has them; what the page does not know, such as a strategy of another version, stays as it was.
+  // Controls as a state has them; what the page does not have, such as a strategy of another version, stays as it was.
   function setControls(chosen) {
     for (const id of [...FACTORS, "straggler"]) if (chosen[id] > 0) at(id).value = String(Math.log2(chosen[id]));
     if (about.workers.includes(chosen.workers)) at("workers").value = String(about.workers.indexOf(chosen.workers));
@@ -62,6 +61,9 @@
     const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
     for (const key of [...FACTORS, "straggler", "workers", "straggler_rank"]) if (key in given) given[key] = Number(given[key]);
     setControls(given);
+    const chosen = state(), refused = Object.entries(given).filter(([key, value]) => chosen[key] !== value);
+    refusedAddress = refused.length ? `The address asks for ${new URLSearchParams(refused).toString().replaceAll("&", ", ")}, `
+      + "which this page does not have; the controls show what is replayed instead." : "";
   }
 
   function refusal(chosen) {
@@ -95,10 +97,13 @@
     const chosen = state(), refused = refusal(chosen);
     showControls(chosen);
     clearTimeout(quiet);
+    if (later) later.abort();
     wanted = refused ? null : chosen;
     tell(refused);
-    if (!refused) keepInAddress(chosen);
-    if (!busy && !refused) replayWanted();
+    if (refused) return;
+    keepInAddress(chosen);
+    if (!busy) replayWanted();
+    else if (running && running.slow()) running.abort();
   }
 
   async function replayWanted() {
@@ -108,13 +113,13 @@
       const chosen = wanted, since = changedAt;
       wanted = null;
       try {
-        if (chosen.strategy === "optimised" && !at("found").textContent) await searchHere(chosen);
-        const answer = await cancellable((signal) => ask("replay", chosen, signal));
+        if (chosen.strategy === "optimised" && !searched) await searchHere(chosen);
+        const answer = await cancellable("Replaying", (signal) => ask("replay", chosen, signal));
         await draw(answer, chosen, since);
         if (!wanted && !refusal(state())) tell("");
       } catch (error) {
-        if (error.name === "AbortError") goBack();
-        else tell(explained(error));
+        if (error.name !== "AbortError") tell(explained(error));
+        else if (!wanted) goBack();
       }
     }
     busy = false;
@@ -122,27 +127,30 @@
     quiet = setTimeout(() => follow(state()), QUIET_MILLISECONDS);
   }
 
-  // Says how long a replay has taken once it takes longer than a moment, and lets the user end it: the server stops
-  // replaying when the request is aborted.
-  async function cancellable(work) {
-    cancel = new AbortController();
-    const since = performance.now();
+  // Says how long the server has worked once that is longer than a moment, and lets the user end it: the server stops
+  // when the request is aborted.
+  async function cancellable(doing, work) {
+    const controller = new AbortController(), since = performance.now();
+    const passed = () => performance.now() - since;
+    const own = { abort: () => controller.abort(), slow: () => passed() >= SLOW_MILLISECONDS };
+    running = own;
     const tick = setInterval(() => {
-      const passed = performance.now() - since;
-      if (passed < SLOW_MILLISECONDS) return;
+      if (running !== own || !own.slow()) return;
       at("progress").hidden = false;
-      at("progress-words").textContent = `Replaying for ${(passed / 1e3).toFixed(0)} s; the most this page replays takes some seconds.`;
+      at("progress-words").textContent = `${doing} for ${(passed() / 1e3).toFixed(0)} s.`;
     }, 100);
     try {
-      return await work(cancel.signal);
+      return await work(controller.signal);
     } finally {
       clearInterval(tick);
-      at("progress").hidden = true;
+      if (running === own) {
+        running = null;
+        at("progress").hidden = true;
+      }
     }
   }
 
   function goBack() {
-    wanted = null;
     if (!document.body.dataset.state) return;
     const last = JSON.parse(document.body.dataset.state);
     setControls(last);
@@ -156,8 +164,7 @@
       const link = Charts.element("a", "", null, { download: made.file, href: URL.createObjectURL(new Blob([made.content])) });
       link.click();
       URL.revokeObjectURL(link.href);
-      at("found").textContent ||= `Saved as ${made.file}: offbeat run --strategy ${made.file} takes it.`;
-      document.body.dataset.downloaded = made.file;
+      at("saved").textContent = `Saved as ${made.file}: offbeat run --strategy ${made.file} takes it.`;
     } catch (error) { tell(explained(error)); }
   }
 
@@ -205,18 +212,19 @@
   }
 
   function drawParts(answer) {
-    const parts = about.parts.map((key) => ({ key, label: PART_NAMES[key] || key }));
+    const parts = about.parts;
     Charts.legend(at("parts-legend"), parts);
     Charts.stacked(at("mean-bar"), { parts, rows: [{ label: "mean", values: answer.mean }] });
     Charts.stacked(at("rank-bars"), { parts, rows: answer.ranks, limit: 8 });
     at("rank-bars").hidden = answer.ranks.length < 2;
     at("idle").replaceChildren(...Object.entries(answer.idle).map(([reason, seconds]) =>
       Charts.element("li", "", `idle ${Charts.seconds(Number(seconds.toPrecision(4)))} ${about.idle[reason]}`)));
-    at("notes").replaceChildren(...[...new Set([...about.notes, ...answer.notes])].map((note) => Charts.element("p", "note", note)));
+    const notes = new Set([refusedAddress, ...about.notes, ...answer.notes].filter(Boolean));
+    at("notes").replaceChildren(...[...notes].map((note) => Charts.element("p", "note", note)));
   }
 
   function drawKinds(answer) {
-    Charts.legend(at("kinds-legend"), answer.kinds.map((key) => ({ key, label: KIND_NAMES[key] || key })), "kind");
+    Charts.legend(at("kinds-legend"), answer.kinds, "kind");
     const path = Charts.element("span", "legend-entry");
     path.append(Charts.element("span", "swatch outline"), Charts.element("span", "", "critical path"));
     at("kinds-legend").append(path);
@@ -224,33 +232,31 @@
 
   // What may come later: memory, then the other strategies one by one, until something changes.
   async function follow(chosen) {
-    const current = () => !busy && JSON.stringify(state()) === JSON.stringify(chosen);
+    const { signal } = later = new AbortController();
     try {
-      const memory = await ask("memory", chosen);
-      if (current()) drawMemory(memory);
+      drawMemory(await ask("memory", chosen, signal));
     } catch (error) {
-      if (!current()) return;
+      if (signal.aborted) return;
       drawMemory({ rows: [], why: explained(error) });
     }
-    await rankAll(chosen, current);
+    await rankAll(chosen, signal);
   }
 
-  async function rankAll(chosen, current) {
+  async function rankAll(chosen, signal) {
     const key = JSON.stringify({ ...chosen, strategy: "" });
     if (ranking.key !== key) ranking = { key, rows: new Map(), failed: new Map() };
     if (!at("error").textContent && shown) ranking.rows.set(chosen.strategy, shown.step_seconds);
     drawRanking(chosen);
     for (const strategy of about.quick_first) {
       const known = ranking.rows.has(strategy) || ranking.failed.has(strategy);
-      if (known || (strategy === "optimised" && !at("found").textContent)) continue;
+      if (known || (strategy === "optimised" && !searched)) continue;
       try {
-        const answer = await ask("rank", { ...chosen, strategy });
-        if (ranking.key === key) ranking.rows.set(strategy, answer.step_seconds);
+        const answer = await ask("rank", { ...chosen, strategy }, signal);
+        ranking.rows.set(strategy, answer.step_seconds);
       } catch (error) {
         if (!(error instanceof Refused)) return;
         ranking.failed.set(strategy, error.message);
       }
-      if (!current()) return;
       drawRanking(chosen);
     }
     document.body.dataset.ranked = String(ranking.rows.size);
@@ -261,23 +267,24 @@
 
   function drawRanking(chosen) {
     const alike = new Map();
-    // Strategies that come to the same share a row.
+    // Strategies whose steps read the same share a row.
     for (const [strategy, seconds] of [...ranking.rows].sort((left, right) => left[1] - right[1])) {
-      const key = seconds.toPrecision(5);
+      const key = Charts.seconds(seconds);
       if (!alike.has(key)) alike.set(key, { names: [], seconds, about: "" });
       alike.get(key).names.push(strategy);
     }
     const rows = [...alike.values()].map((row) => ({ ...row, label: row.names.map(nameOf).join(", ") }));
-    Charts.ranked(at("ranking"), { rows, base: ranking.rows.get("recorded") || (shown ? shown.step_seconds : 1) });
+    Charts.ranked(at("ranking"), { rows, base: about.base_seconds });
     [...at("ranking").querySelectorAll(".ranked-row")].forEach((item, number) => {
       item.dataset.strategies = rows[number].names.join(" ");
       item.classList.toggle("chosen", rows[number].names.includes(chosen.strategy));
     });
     at("ranking-card").hidden = about.strategies.length < 2;
     const left = about.strategies.filter((name) => !ranking.rows.has(name) && !ranking.failed.has(name)
-      && (name !== "optimised" || at("found").textContent)).length;
-    at("ranking-about").textContent = left ? `On these links and workers, against the recorded strategy; ${left} to come.`
-      : "On these links and workers, against the recorded strategy.";
+      && (name !== "optimised" || searched)).length;
+    const against = about.captured ? `${about.recorded_strategy} as captured` : "the measured step";
+    at("ranking-about").textContent = `On these links and workers, against ${against} `
+      + `(${Charts.seconds(about.base_seconds)})${left ? `; ${left} to come` : ""}.`;
     for (const [strategy, why] of ranking.failed)
       at("ranking").append(Charts.element("p", "pending", `${nameOf(strategy)}: ${why}`));
   }
@@ -329,8 +336,8 @@
     at("search").disabled = true;
     at("search").textContent = "Searching…";
     try {
-      const found = await ask("search", { ...chosen, strategy: "recorded", wire: "recorded" });
-      at("found").textContent = `Found for ${found.for}: ${Charts.seconds(found.step_seconds)} per step.`;
+      const here = { ...chosen, strategy: "recorded", wire: "recorded" };
+      showFound(await cancellable("Searching", (signal) => ask("search", here, signal)));
       ranking = { key: "", rows: new Map(), failed: new Map() };
     } finally {
       at("search").disabled = false;
@@ -338,12 +345,17 @@
     }
   }
 
+  function showFound(found) {
+    searched = found;
+    at("found").textContent = found ? `Found for ${found.for}: ${Charts.seconds(found.step_seconds)} per step.` : "";
+  }
+
   async function onSearch() {
     try {
       await searchHere(state());
       at("strategy").value = "optimised";
       changed();
-    } catch (error) { tell(explained(error)); }
+    } catch (error) { if (error.name !== "AbortError") tell(explained(error)); }
   }
 
   function fillControls() {
@@ -373,12 +385,13 @@
   }
 
   function connect() {
-    at("controls").addEventListener("input", changed);
+    const byHand = () => { refusedAddress = ""; changed(); };
+    at("controls").addEventListener("input", byHand);
     at("controls").addEventListener("submit", (event) => event.preventDefault());
-    at("controls").addEventListener("reset", () => setTimeout(changed));
+    at("controls").addEventListener("reset", () => setTimeout(byHand));
     at("search").addEventListener("click", onSearch);
     at("download").addEventListener("click", download);
-    at("cancel").addEventListener("click", () => cancel && cancel.abort());
+    at("cancel").addEventListener("click", () => { wanted = null; if (running) running.abort(); });
     at("zoom-in").addEventListener("click", () => view && view.zoom(0.5));
     at("zoom-out").addEventListener("click", () => view && view.zoom(2));
     at("zoom-fit").addEventListener("click", () => view && view.fit());
@@ -391,6 +404,7 @@
   async function begin() {
     about = await ask("about", {});
     fillControls();
+    showFound(about.found);
     readAddress();
     connect();
     changed();

@@ -4,7 +4,7 @@
 (() => {
   const at = (id) => document.getElementById(id);
   const numbers = JSON.parse(at("numbers").textContent);
-  let view = null, chosen = -1;
+  let view = null, other = null, chosen = -1;
 
   function drawSteps() {
     Charts.steps(at("step-columns"), {
@@ -49,6 +49,16 @@
       drawSteps();
     }
     at("window").textContent = `${Charts.seconds(end - start)} shown, from ${Charts.seconds(start)}`;
+    if (other) showOther(start, end);
+  }
+
+  // The other recording shows as much as this one, counted from the beginning of the step that is shown here.
+  function showOther(start, end) {
+    const { steps } = view.scene, found = steps.findIndex((step) => step[1] > start);
+    const number = chosen >= 0 ? chosen : Math.max(found, 0);
+    // Its last step but one at most: a longer step here shows what follows there.
+    const there = other.scene.steps[Math.max(Math.min(number, other.scene.steps.length - 2), 0)][0];
+    other.show(there + start - steps[number][0], there + end - steps[number][0]);
   }
 
   const decoded = new Map();
@@ -86,6 +96,10 @@
     const scene = await sceneOf(0);
     view = Timeline.create(at("timeline"), scene);
     window.timelineView = view;
+    if (at("other-scene")) {
+      other = Timeline.create(at("other-timeline"), await Timeline.decode(at("other-scene").textContent));
+      window.otherView = other;
+    }
     view.onWindow = showWindow;
     showWindow(view.start, view.end);
     fillSteps();

@@ -1,4 +1,4 @@
-/* A packed scene (offbeat/report/pack.py) → an aligned timeline of all ranks on a canvas that zooms and pans.
+/* A packed scene (offbeat/report/scene.py) → an aligned timeline of all ranks on a canvas that zooms and pans.
    Needs charts.js before it and style.css; no framework.
 
    const scene = await Timeline.decode(packed);        // ArrayBuffer, Uint8Array or base64 text, gzipped
@@ -18,7 +18,7 @@
 
 const Timeline = (() => {
   const MOST_RECTANGLES = 30000;
-  const GUTTER = 148, AXIS = 26, LANE = 18, SUBLANE = 11, GROUP = 24, GAP = 3, OVERVIEW = 40;
+  const GUTTER = 148, NARROW_GUTTER = 100, NARROW = 560, AXIS = 26, LANE = 18, SUBLANE = 11, GROUP = 24, GAP = 3, OVERVIEW = 40;
 
   async function decode(packed) {
     const bytes = typeof packed === "string" ? fromBase64(packed) : new Uint8Array(packed.buffer || packed);
@@ -163,6 +163,7 @@ const Timeline = (() => {
       this.hovered = null;
       this.row = 0;
       this.width = 50;
+      this.gutter = GUTTER;
       this.build();
       this.setScene(scene);
       this.listen();
@@ -275,8 +276,8 @@ const Timeline = (() => {
 
     setCritical(on) { this.critical = on; this.draw(); }
 
-    toX(time) { return GUTTER + ((time - this.start) / (this.end - this.start || 1)) * this.width; }
-    toTime(x) { return this.start + ((x - GUTTER) / this.width) * (this.end - this.start); }
+    toX(time) { return this.gutter + ((time - this.start) / (this.end - this.start || 1)) * this.width; }
+    toTime(x) { return this.start + ((x - this.gutter) / this.width) * (this.end - this.start); }
 
     visibleRows() {
       const top = this.scroller.scrollTop + AXIS, bottom = this.scroller.scrollTop + this.scroller.clientHeight;
@@ -306,7 +307,8 @@ const Timeline = (() => {
 
     draw() {
       // Read once: asking an element for its size a hundred thousand times takes longer than drawing.
-      this.width = Math.max(this.scroller.clientWidth - GUTTER, 50);
+      this.gutter = this.scroller.clientWidth < NARROW ? NARROW_GUTTER : GUTTER;
+      this.width = Math.max(this.scroller.clientWidth - this.gutter, 50);
       const begun = performance.now(), context = prepare(this.canvas, this.scroller.clientWidth, this.scroller.clientHeight);
       if (!context) return;
       const rows = this.visibleRows(), level = this.chooseLevel(rows), blocks = blocksOf(this.scene, level);
@@ -327,21 +329,21 @@ const Timeline = (() => {
       context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
       this.scene.steps.forEach(([start, end], number) => {
         if (end < this.start || start > this.end || number % 2) return;
-        const x = Math.max(this.toX(start), GUTTER);
+        const x = Math.max(this.toX(start), this.gutter);
         context.fillStyle = this.colours.band;
-        context.fillRect(x, AXIS, Math.min(this.toX(end), GUTTER + this.width) - x, this.canvas.clientHeight);
+        context.fillRect(x, AXIS, Math.min(this.toX(end), this.gutter + this.width) - x, this.canvas.clientHeight);
       });
     }
 
     drawBlocks(context, blocks, rows) {
       const scroll = this.scroller.scrollTop, scale = this.width / (this.end - this.start || 1);
-      const right = GUTTER + this.width, byKind = this.scene.kinds.map(() => []), labels = [];
+      const right = this.gutter + this.width, byKind = this.scene.kinds.map(() => []), labels = [];
       let count = 0;
       for (const row of rows) {
         const [from, to] = this.range(blocks, row), { y, height } = this.places[row];
         for (let i = from; i < to; i += 1) {
-          const x = Math.max(GUTTER + (blocks.start[i] - this.start) * scale, GUTTER);
-          const x2 = Math.min(GUTTER + (blocks.end[i] - this.start) * scale, right);
+          const x = Math.max(this.gutter + (blocks.start[i] - this.start) * scale, this.gutter);
+          const x2 = Math.min(this.gutter + (blocks.end[i] - this.start) * scale, right);
           // Half a pixel of gap keeps neighbours apart once they are wide enough to have a border.
           const width = x2 - x > 4 ? x2 - x - 0.5 : Math.max(x2 - x, 0.6);
           const dense = blocks.count[i] > 1 ? blocks.busy[i] / (blocks.end[i] - blocks.start[i] || 1) : 1;
@@ -376,7 +378,7 @@ const Timeline = (() => {
       const scroll = this.scroller.scrollTop;
       context.save();
       context.beginPath();
-      context.rect(GUTTER, AXIS, this.width, this.canvas.clientHeight);
+      context.rect(this.gutter, AXIS, this.width, this.canvas.clientHeight);
       context.clip();
       context.strokeStyle = context.fillStyle = this.colours.critical;
       context.lineWidth = 2;
@@ -409,22 +411,22 @@ const Timeline = (() => {
     drawMarked(context) {
       for (const [found, colour] of [[this.hovered, this.colours.ink], [this.selected, this.colours.accent]]) {
         if (!found) continue;
-        const { y, height } = this.places[found.row], x = Math.max(this.toX(found.start), GUTTER);
+        const { y, height } = this.places[found.row], x = Math.max(this.toX(found.start), this.gutter);
         context.strokeStyle = colour;
         context.lineWidth = 1.5;
-        context.strokeRect(x - 0.5, y - this.scroller.scrollTop - 1, Math.max(Math.min(this.toX(found.end), GUTTER + this.width) - x, 1) + 1, height + 2);
+        context.strokeRect(x - 0.5, y - this.scroller.scrollTop - 1, Math.max(Math.min(this.toX(found.end), this.gutter + this.width) - x, 1) + 1, height + 2);
       }
     }
 
     drawLabels(context, rows) {
       const scroll = this.scroller.scrollTop, height = this.canvas.clientHeight;
       context.fillStyle = this.colours.surface;
-      context.fillRect(0, 0, GUTTER - 1, height);
+      context.fillRect(0, 0, this.gutter - 1, height);
       context.textBaseline = "middle";
       for (const { y, label } of this.headers) {
         context.font = "600 11px ui-sans-serif, system-ui, sans-serif";
         context.fillStyle = this.colours.muted;
-        context.fillText(clipped(label, 22), 10, y - scroll + GROUP / 2 + 2);
+        context.fillText(clipped(label, 22), 10, y - scroll + GROUP / 2 + 2, this.gutter - 14);
       }
       context.font = "12px ui-sans-serif, system-ui, sans-serif";
       for (const row of rows) {
@@ -434,10 +436,10 @@ const Timeline = (() => {
           context.fillRect(2, place.y - scroll, 3, place.height);
         }
         context.fillStyle = this.colours.ink;
-        if (!lane) context.fillText(clipped(label, 20), 10, place.y - scroll + place.height / 2);
+        if (!lane) context.fillText(clipped(label, 20), 10, place.y - scroll + place.height / 2, this.gutter - 14);
       }
       context.fillStyle = this.colours.line;
-      context.fillRect(GUTTER - 1, 0, 1, height);
+      context.fillRect(this.gutter - 1, 0, 1, height);
     }
 
     drawAxis(context) {
@@ -453,13 +455,13 @@ const Timeline = (() => {
         context.fillStyle = this.colours.line;
         context.fillRect(x, AXIS - 8, 1, 6);
         context.fillStyle = this.colours.muted;
-        if (x < GUTTER + this.width - 30) context.fillText(Charts.seconds(Math.round(at / unit) * unit), x + 4, AXIS / 2 - 2);
+        if (x < this.gutter + this.width - 30) context.fillText(Charts.seconds(Math.round(at / unit) * unit), x + 4, AXIS / 2 - 2);
       }
     }
 
     onOverview(event) {
       const box = this.overview.getBoundingClientRect();
-      const at = ((event.clientX - box.left - GUTTER) / this.width) * this.scene.seconds, half = (this.end - this.start) / 2;
+      const at = ((event.clientX - box.left - this.gutter) / this.width) * this.scene.seconds, half = (this.end - this.start) / 2;
       this.show(at - half, at + half);
     }
 
@@ -476,7 +478,7 @@ const Timeline = (() => {
         context.fillStyle = colour;
         for (let bin = 0; bin < bins; bin += 1) {
           const height = half * Math.min(values[bin], 1);
-          if (height > 0.2) context.fillRect(GUTTER + bin, bottom - height, 1, height);
+          if (height > 0.2) context.fillRect(this.gutter + bin, bottom - height, 1, height);
         }
       }
       context.fillStyle = this.colours.muted;
@@ -484,12 +486,12 @@ const Timeline = (() => {
       context.textBaseline = "middle";
       context.fillText("ranks busy", 10, half / 2 + 1);
       context.fillText("links busy", 10, OVERVIEW - half / 2 - 2);
-      const x = GUTTER + (this.start / this.scene.seconds) * this.width || GUTTER;
+      const x = this.gutter + (this.start / this.scene.seconds) * this.width || this.gutter;
       const width = Math.max(((this.end - this.start) / this.scene.seconds) * this.width || 0, 3);
       context.fillStyle = this.colours.surface;
       context.globalAlpha = 0.72;
-      context.fillRect(GUTTER, 0, x - GUTTER, OVERVIEW);
-      context.fillRect(x + width, 0, GUTTER + this.width - x - width, OVERVIEW);
+      context.fillRect(this.gutter, 0, x - this.gutter, OVERVIEW);
+      context.fillRect(x + width, 0, this.gutter + this.width - x - width, OVERVIEW);
       context.globalAlpha = 1;
       context.strokeStyle = this.colours.accent;
       context.lineWidth = 1.5;
@@ -502,33 +504,35 @@ const Timeline = (() => {
       let level = -1;
       while (level + 1 < this.scene.levels.length && this.scene.levels[level + 1].resolution * scale <= 1.5) level += 1;
       const blocks = blocksOf(this.scene, level), wait = this.scene.kinds.indexOf("wait");
-      let computing = 0, sending = 0, own = new Float64Array(bins), into = compute;
-      // A rank or link is busy while any of its lanes is.
-      const add = () => { for (let bin = 0; bin < bins; bin += 1) into[bin] += Math.min(own[bin], 1); };
+      // A rank or its link is busy while any of its tracks and their lanes is.
+      const ranks = new Map(), links = new Map(), own = new Float64Array(bins);
       this.scene.rows.forEach((row, number) => {
-        if (!row.lane) {
-          add();
-          own.fill(0);
-          into = row.kind === "network" ? network : compute;
-          if (row.kind === "network") sending += 1; else computing += 1;
-        }
-        for (let i = blocks.offsets[number]; i < blocks.offsets[number + 1]; i += 1) {
-          if (blocks.kind[i] === wait) continue;
-          const from = blocks.start[i] * scale, to = Math.max(blocks.end[i] * scale, from + 1e-9);
-          const dense = Math.min(blocks.busy[i] / (blocks.end[i] - blocks.start[i] || 1), 1);
-          for (let bin = Math.floor(from); bin < Math.min(to, bins); bin += 1)
-            own[bin] += dense * (Math.min(to, bin + 1) - Math.max(from, bin));
-        }
+        const into = row.kind === "network" ? links : ranks;
+        if (!into.has(row.rank)) into.set(row.rank, []);
+        into.get(row.rank).push(number);
       });
-      add();
-      for (let bin = 0; bin < bins; bin += 1) { compute[bin] /= computing || 1; network[bin] /= sending || 1; }
+      for (const [owners, sum] of [[ranks, compute], [links, network]]) {
+        for (const rows of owners.values()) {
+          own.fill(0);
+          for (const row of rows) {
+            for (let i = blocks.offsets[row]; i < blocks.offsets[row + 1]; i += 1) {
+              if (blocks.kind[i] === wait) continue;
+              const from = blocks.start[i] * scale, to = Math.max(blocks.end[i] * scale, from + 1e-9);
+              const dense = Math.min(blocks.busy[i] / (blocks.end[i] - blocks.start[i] || 1), 1);
+              for (let bin = Math.floor(from); bin < Math.min(to, bins); bin += 1)
+                own[bin] += dense * (Math.min(to, bin + 1) - Math.max(from, bin));
+            }
+          }
+          for (let bin = 0; bin < bins; bin += 1) sum[bin] += Math.min(own[bin], 1) / owners.size;
+        }
+      }
       return { bins, compute, network };
     }
 
     hit(event) {
       const box = this.scroller.getBoundingClientRect(), x = event.clientX - box.left;
       const y = event.clientY - box.top + this.scroller.scrollTop;
-      if (x < GUTTER || event.clientY - box.top < AXIS) return null;
+      if (x < this.gutter || event.clientY - box.top < AXIS) return null;
       const row = this.places.findIndex((place) => y >= place.y - 1 && y <= place.y + place.height + 1);
       return row < 0 ? null : this.found(row, this.toTime(x), 2 * (this.end - this.start) / this.width);
     }
@@ -599,7 +603,7 @@ const Timeline = (() => {
       if (event.ctrlKey || event.metaKey || event.altKey) {
         event.preventDefault();
         const x = event.clientX - this.scroller.getBoundingClientRect().left;
-        this.zoom(Math.exp(Math.min(Math.max(event.deltaY, -60), 60) * 0.01), this.toTime(Math.max(x, GUTTER)));
+        this.zoom(Math.exp(Math.min(Math.max(event.deltaY, -60), 60) * 0.01), this.toTime(Math.max(x, this.gutter)));
       } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
         event.preventDefault();
         this.pan((event.deltaX || event.deltaY) / this.width);

@@ -4,12 +4,14 @@ Gradients and returning parameters use channels of their own, so that neither ca
 its collectives in the order in which they are put in; every rank puts them in in the plan's order.
 """
 
+import time
 from datetime import timedelta
 
 from offbeat.plan import Plan
 from offbeat.runtime.comm.commands import PATIENCE, Commands
 from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.protocol import Channel, World
+from offbeat.runtime.comm.relay import Relay
 
 Key = tuple[str, tuple[int, ...], int, int | None]
 """What a channel is for, its ranks, how many of its collectives may be under way, and how many bytes of them."""
@@ -39,6 +41,16 @@ class Channels:
         control = opened["control", everyone, self.limits[0], None] if plan.rank in everyone else told
         assert control is not None
         self.control = control
+        in_flight, adds = self.limits[0], plan.rank in everyone
+        self.relays = {
+            ranks: Relay(
+                opened["sum", ranks, in_flight, None], opened["total", ranks, in_flight, None], adds, 2 * in_flight
+            )
+            for ranks in sorted(
+                {task.ranks for task in plan.communication if task.kind == "relay" and len(task.ranks) > 1}
+            )
+        }
+        """For gradients that one rank sums for all, by their participants, the summing one last."""
         self.direct = opened.get(("direct", plan.participants, self.limits[0], None))
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
@@ -51,13 +63,20 @@ class Channels:
 
     def leave(self) -> None:
         """The plan is over. Its channels stay open for others, but for the servers' own: their threads end with it."""
+        for relay in self.relays.values():
+            relay.close()
         for key in [key for key in self.opened if key[0] == "direct"]:
             self.opened.pop(key).close()
 
     def close(self, deadline: float | None = None) -> None:
         """Leaves every channel; see `Channel.close`."""
+        for relay in self.relays.values():
+            relay.close(deadline)
         while self.opened:
             self.opened.popitem()[1].close(deadline)
+        for relay in self.relays.values():
+            # What was still under way has been broken off.
+            relay.close(time.monotonic() + 1.0)
 
 
 def _wanted(plan: Plan) -> set[Key]:
@@ -68,7 +87,9 @@ def _wanted(plan: Plan) -> set[Key]:
     if apart and plan.rank in (everyone[0], *apart):
         wanted.add(("command", (everyone[0], *apart), schedule.in_flight, None))
     for task in plan.communication:
-        if len(task.ranks) > 1:
+        if task.kind == "relay" and len(task.ranks) > 1:
+            wanted |= {(way, task.ranks, schedule.in_flight, None) for way in ("sum", "total")}
+        elif len(task.ranks) > 1:
             returns = task.delivers and not plan.messages[task.message].replicated
             wanted.add(("back" if returns else "up", task.ranks, schedule.in_flight, schedule.credit_bytes))
     asynchronous = any(message.asynchronous for message in plan.messages)

@@ -41,6 +41,9 @@ class CreditChannel:
     def broadcast(self, tensor: torch.Tensor, root: int) -> "CreditWork":
         return self._put(tensor, lambda: self.channel.broadcast(tensor, root))
 
+    def deliver(self, tensor: torch.Tensor, root: int) -> "CreditWork":
+        return self._put(tensor, lambda: self.channel.deliver(tensor, root))
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
         return self._put(tensor, lambda: self.channel.all_gather(output, tensor))
 

@@ -55,6 +55,9 @@ class Channel(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """Every rank's tensor becomes the root's."""
 
+    def deliver(self, tensor: torch.Tensor, root: int) -> Work:
+        """The same, straight from the root to each of the others, however many they are."""
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """`output` receives every rank's tensor, in ring order."""
 

@@ -99,12 +99,17 @@ class TorchChannel:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         tensor = _real(tensor)
-        options = c10d.ScatterOptions() if self.straight else c10d.BroadcastOptions()
-        options.rootRank = self.ranks.index(root)
         if self.straight:
-            inputs = [[tensor] * self.size] if options.rootRank == self.index else []
-            return self._start(options, lambda options: self.group.scatter([tensor], inputs, options), tensor)
+            return self.deliver(tensor, root)
+        options = c10d.BroadcastOptions()
+        options.rootRank = self.ranks.index(root)
         return self._start(options, lambda options: self.group.broadcast([tensor], options), tensor)
+
+    def deliver(self, tensor: torch.Tensor, root: int) -> Work:
+        options = c10d.ScatterOptions()
+        options.rootRank = self.ranks.index(root)
+        inputs = [[tensor] * self.size] if options.rootRank == self.index else []
+        return self._start(options, lambda options: self.group.scatter([tensor], inputs, options), tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         output, tensor = _real(output), _real(tensor)

@@ -301,4 +301,5 @@ class Engine:
 
 def _plain(message: Message) -> bool:
     """Whether a message's only replica can apply it as it is."""
-    return message.replicated and not message.staleness and not message.asynchronous and message.encoder.name == "none"
+    exact = not message.staleness and not message.asynchronous and message.encoder.name == "none"
+    return message.replicated and exact and not message.roots

@@ -53,7 +53,7 @@ class Owners:
 
     def tell_step(self, unused: Collection[int], published: bool) -> None:
         """Lets servers apply this step: with the present hyperparameters, and what the training loop has changed."""
-        if self.commands is None or not self.commands.leads:
+        if self.commands is None or not self.commands.leads or not self._apart():
             return
         names = {id(parameter): name for name, parameter in self.training.parameters.items()}
         served = {name for each in self._apart() for name in each.message.variables}

@@ -21,8 +21,8 @@ class Reports:
         self.step = 0
 
     def now(self) -> Moment:
-        """This moment, if anybody wants to know: a mark on a GPU's stream is not free."""
-        return self.clock.now() if self.observer is not None or self.timekeeper is not None else 0.0
+        """About this moment, if anybody wants to know."""
+        return self.clock.about_now() if self.observer is not None or self.timekeeper is not None else 0.0
 
     def collective(self, synchroniser: Synchroniser, task: Task, queued: Moment) -> None:
         """A collective has just been issued; its end is reported once the backend says so."""
@@ -37,6 +37,7 @@ class Reports:
         if self.observer is None:
             yield
             return
-        begin = self.clock.now()
+        # An update begins where a wait has just ended; a wait on a GPU takes the host no time.
+        begin = self.clock.now() if kind == "wait" else self.clock.about_now()
         yield
         self.observer.local(kind, messages, begin, self.clock.now())

@@ -31,7 +31,7 @@ def make_synchroniser(message: Message, training: "Training") -> Synchroniser:
     """The message's, on the plan's rank; a rank with neither a replica nor the message takes no part in it."""
     rank = training.plan.rank
     assert rank is not None
-    if rank not in training.plan.replicas and message.owner != rank:
+    if rank not in training.plan.replicas and rank not in message.servers:
         return Synchroniser(message, training.parameters, training.channels, rank, 0.0)
     return _taking_part(message, training, rank)
 

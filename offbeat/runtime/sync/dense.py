@@ -97,6 +97,8 @@ class Synchroniser:
             self.works[task.index] = self._start(task, self.buffer[task.start : task.stop])
 
     def _start(self, task: Task, tensor: torch.Tensor) -> Work:
+        if task.kind == "relay":
+            return self.channels.relays[task.ranks].start(tensor)
         channel = self.channels.up(task.ranks)
         if task.kind == "all_reduce":
             return channel.all_reduce(tensor)

@@ -164,8 +164,7 @@ class Prices:
                     costs[k, 2] += 2 * len(member.names) * self.mesh.seconds("all_reduce", axes, bytes_each)
 
     def _variables(self, index: int, unit: Unit, configs: Configurations, costs: Floats) -> None:
-        """Gradients that are summed over the same devices travel together."""
-        together: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in range(len(configs))]
+        """Each gradient is summed by a collective of its own, as the runtime does."""
         for name, (number, labels) in unit.variables.items():
             if self.units.owner[name] != index:
                 continue
@@ -181,9 +180,7 @@ class Prices:
             size = variable.updated_elements * ITEM_BYTES[variable.dtype]
             # Devices that differ along an axis that does not split the variable hold terms of its gradient.
             for k, axes in enumerate(_axes_with(symbols, _involved(unit, number) - set(labels))):
-                together[k][axes] += size * float(share[k])
-        for k, messages in enumerate(together):
-            costs[k, 2] += sum(self.mesh.seconds("all_reduce", axes, size) for axes, size in messages.items())
+                costs[k, 2] += self.mesh.seconds("all_reduce", axes, size * float(share[k]))
 
     def _layouts(self, symbols: Ints, labels: Map, involved: frozenset[int] = frozenset()) -> Ints:
         """(K, 2F) the tensor axis that each fine axis splits, then whether the gradient is partial over it."""
@@ -222,7 +219,7 @@ class Prices:
             rows.append(self.mesh.completed(rank, flow.bytes, tuple(kind[:fine]), partial)[out])
         gradient = np.stack(rows, axis=1)[:, which.ravel()]
         if flow.is_variable:
-            # Equal terms of one gradient are added where they are and travel with the owner's.
+            # Equal terms of one gradient are added where they are, before the owner's sum.
             gradient = np.where((before[:, None] == after[None, :]).all(axis=2), 0.0, gradient)
         needed = (out[:, None] != into[None, :]) & (flow.kept_bytes > 0)
         return FlowCosts(forth + gradient, (forth, back), held, needed, flow.count, flow.single)

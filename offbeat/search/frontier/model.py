@@ -1,7 +1,7 @@
 """Frontier: the non-dominated (time, memory) points of a search, each with a strategy → the one that fits a budget."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from os import PathLike
@@ -40,6 +40,7 @@ class FrontierPoint:
 class _File:
     format: Literal[1]
     points: tuple[FrontierPoint, ...]
+    title: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +50,7 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
     margin: float = 0.0
     """Share of a memory limit that is left free, for what the estimate does not count."""
+    saved_title: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
         ends = (self.points[0], self.points[-1]) if self.points else ()
@@ -64,7 +66,7 @@ class Frontier:
     @property
     def title(self) -> str:
         """What a picture of it is called."""
-        return "Memory and time of one training step"
+        return self.saved_title or "Memory and time of one training step"
 
     def fastest_within(self, memory: str | int) -> FrontierPoint | None:
         """The point with the least time that leaves the margin free in `memory`, such as '16GiB'; None if none fits."""
@@ -103,7 +105,9 @@ class Frontier:
         return self.points[best] if len(self.points) > 2 and below[best] > 1e-12 else self.points[-1]
 
     def to_json(self) -> bytes:
-        return orjson.dumps(_File(1, self.points), default=lambda strategy: orjson.loads(strategy.to_json()))
+        return orjson.dumps(
+            _File(1, self.points, self.title), default=lambda strategy: orjson.loads(strategy.to_json())
+        )
 
     @staticmethod
     def from_json(content: bytes | str, origin: str = "frontier") -> "Frontier":
@@ -115,7 +119,7 @@ class Frontier:
                 raise OffbeatError(
                     f"{origin}: points[{index}] must need more memory and less time than the point before it"
                 )
-        return Frontier(parsed.points)
+        return Frontier(parsed.points, saved_title=parsed.title)
 
     def save(self, path: str | PathLike[str]) -> None:
         files.write_atomic(path, self.to_json(), "frontier")

@@ -1,10 +1,13 @@
 """A frontier and points to compare with → SVG text, or a file: memory across, time upwards, time split in its parts.
 
 As figure 6 of TensorOpt: the frontier as a solid line, its compute and network time as dotted ones, the turning point
-and the other systems marked. Written by hand, so that no plotting library is needed.
+and the other systems marked. Resting the pointer on a point tells its strategy in words; the page has these words in a
+table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and `ink`
+other colours.
 """
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from html import escape
@@ -16,15 +19,35 @@ from offbeat.search.frontier.model import Frontier, FrontierPoint
 from offbeat.strategy import describe
 from offbeat.units import format_bytes, format_seconds
 
-MOST_TICKS = 8
-WIDTH, HEIGHT = 760, 460
-LEFT, RIGHT, TOP, BOTTOM = 84, 168, 36, 56
+LEAST_TICKS, MOST_TICKS = 3, 8
+WIDTH, LEFT, RIGHT = 480, 68, 448
+"""Narrow, so that the letters can be read where a telephone shows all of it."""
+TOP, BOTTOM = 48, 348
+_LEGEND, _ENTRY = BOTTOM + 64, 20
+_TITLE_LETTERS = 64
 _LINES = (
     ("time_seconds", "frontier", "#1b6ca8", ""),
     ("compute_seconds", "of it compute", "#3a9d5d", ' stroke-dasharray="2 4"'),
     ("network_seconds", "of it network", "#c8553d", ' stroke-dasharray="2 4"'),
 )
-_MARKS = ("#7a4fa3", "#b8860b", "#444444", "#c2185b", "#00838f", "#5d4037")
+_STYLE = """
+body { margin: 0 auto; max-width: 920px; padding: 16px; font: 15px/1.5 sans-serif; color-scheme: light dark; }
+svg { width: 100%; max-width: 720px; height: auto; display: block; }
+table { border-collapse: collapse; font-size: 14px; margin-top: 16px; }
+th, td { text-align: left; vertical-align: top; padding: 6px 14px 6px 0; border-bottom: 1px solid #8886; }
+td:not(:last-child), th { white-space: nowrap; }
+@media (max-width: 640px) {
+  thead { display: none; }
+  tr, th, td { display: block; padding: 2px 0; border: 0; }
+  tr { padding: 8px 0; border-bottom: 1px solid #8886; }
+  td::before { content: attr(data-label) ": "; opacity: 0.7; }
+}
+@media (prefers-color-scheme: dark) {
+  body { background: #14161a; color: #e8eaee; }
+  .paper { fill: #14161a; } text.ink { fill: #e8eaee; } path.ink { stroke: #e8eaee; }
+}
+"""
+_MARKS = ("#7a4fa3", "#b8860b", "#808080", "#c2185b", "#00838f", "#5d4037")
 
 
 def draw(frontier: Frontier, path: str | PathLike[str], marked: Mapping[str, FrontierPoint] | None = None) -> None:
@@ -32,10 +55,24 @@ def draw(frontier: Frontier, path: str | PathLike[str], marked: Mapping[str, Fro
     kind = str(path).lower().rpartition(".")[2]
     if kind not in ("svg", "html"):
         raise OffbeatError(f"{path}: the frontier is drawn as SVG or HTML, so its file must end in .svg or .html")
-    drawn, title = svg(frontier, marked), escape(frontier.title)
+    drawn = svg(frontier, marked)
     if kind == "html":
-        drawn = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>{drawn}</html>\n'
+        head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        head += f"<title>{escape(frontier.title)}</title><style>{_STYLE}</style>"
+        drawn = f'<!doctype html><html lang="en"><head>{head}</head><body>{drawn}{table(frontier)}</body></html>\n'
     files.write_atomic(path, drawn.encode(), "picture")
+
+
+def table(frontier: Frontier) -> str:
+    """The points in words, as an HTML table."""
+    heads, rows = ("memory", "time", "of it compute", "of it network", "what is done"), []
+    for point in frontier.points:
+        parts = (point.time_seconds, point.compute_seconds, point.network_seconds)
+        cells = zip(heads[1:], [*map(format_seconds, parts), "; ".join(_words(point))], strict=True)
+        rest = "".join(f'<td data-label="{head}"><span>{escape(cell)}</span></td>' for head, cell in cells)
+        rows.append(f'<tr><th scope="row">{format_bytes(point.memory_bytes)}</th>{rest}</tr>')
+    head = "".join(f'<th scope="col">{each}</th>' for each in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None) -> str:
@@ -44,18 +81,20 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None) -
         raise OffbeatError("the frontier has no points to draw")
     shown = {"turning point": frontier.turning_point, **(marked or {})}
     every = [*frontier.points, *shown.values()]
-    across, memory_ends = _scale([point.memory_bytes for point in every], LEFT, WIDTH - RIGHT)
+    across, memory_ends = _scale([point.memory_bytes for point in every], LEFT, RIGHT)
     longest = max(point.time_seconds for point in every)
     least = min(min(p.time_seconds, p.compute_seconds, p.network_seconds) for p in frontier.points)
-    up, time_ends = _scale([longest, max(least, longest / 1e4)], HEIGHT - BOTTOM, TOP)
+    up, time_ends = _scale([longest, max(least, longest / 1e4)], BOTTOM, TOP)
+    height = _LEGEND + _ENTRY * math.ceil((len(_LINES) + len(shown)) / 2)
+    title = textwrap.wrap(frontier.title, _TITLE_LETTERS, max_lines=2, placeholder="…")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{escape(frontier.title)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect class="paper" width="{WIDTH}" height="{height}" fill="white"/>',
+        *(f'<text class="ink" x="10" y="{18 + 17 * n}" font-size="13">{escape(x)}</text>' for n, x in enumerate(title)),
         *_axes(
-            {across(value): format_bytes(value) for value in _round_ticks(*memory_ends, 2.0)},
-            {up(value): format_seconds(value) for value in _round_ticks(*time_ends, 10.0)},
+            _spaced({across(value): format_bytes(value) for value in _round_ticks(*memory_ends, 2.0)}, 56),
+            _spaced({up(value): format_seconds(value) for value in _round_ticks(*time_ends, 10.0)}, 16),
         ),
     ]
     for row, (name, label, colour, dashed) in enumerate(_LINES):
@@ -77,46 +116,74 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None) -
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _entry(row: int, label: str, sign: str) -> list[str]:
-    """One line of the legend."""
-    x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * row
-    return [f'<g transform="translate({x} {y})">{sign}</g>', f'<text x="{x + 26}" y="{y + 4}">{escape(label)}</text>']
+def _entry(number: int, label: str, sign: str) -> list[str]:
+    """One entry of the legend, which stands below in two columns."""
+    x, y = LEFT + (number % 2) * (RIGHT - LEFT) // 2, _LEGEND + _ENTRY * (number // 2)
+    return [
+        f'<g transform="translate({x} {y})">{sign}</g>',
+        f'<text class="ink" x="{x + 26}" y="{y + 4}">{escape(label)}</text>',
+    ]
 
 
 def _axes(across: dict[float, str], up: dict[float, str]) -> list[str]:
     """Both axes with the labels of their ticks, by place."""
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>']
+    parts = [f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="black" class="ink"/>']
     for x, label in across.items():
-        parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="black"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{label}</text>')
+        parts.append(f'<path d="M{x:.1f} {BOTTOM}v5" stroke="black" class="ink"/>')
+        parts.append(f'<text class="ink" x="{x:.1f}" y="{BOTTOM + 20}" text-anchor="middle">{label}</text>')
     for y, label in up.items():
-        parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="black"/>')
-        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    below, beside = f'x="{(LEFT + right) / 2}" y="{HEIGHT - 14}"', f"translate(16 {(TOP + bottom) / 2}) rotate(-90)"
-    parts.append(f'<text {below} text-anchor="middle">memory of each device (log)</text>')
-    return [*parts, f'<text transform="{beside}" text-anchor="middle">time per step (log)</text>']
+        parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="black" class="ink"/>')
+        parts.append(f'<text class="ink" x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    below, beside = f'x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 40}"', f"translate(14 {(TOP + BOTTOM) / 2}) rotate(-90)"
+    parts.append(f'<text class="ink" {below} text-anchor="middle">memory of each device (log)</text>')
+    return [*parts, f'<text class="ink" transform="{beside}" text-anchor="middle">time per step (log)</text>']
 
 
 def _about(point: FrontierPoint) -> str:
     """A point in words, for who rests the pointer on it."""
-    words = f"{format_bytes(point.memory_bytes)}, {format_seconds(point.time_seconds)} a step"
+    first = f"{format_bytes(point.memory_bytes)}, {format_seconds(point.time_seconds)} a step"
+    return "\n".join([first, *_words(point)])
+
+
+def _words(point: FrontierPoint) -> list[str]:
     if point.strategy is None:
-        return words
+        return []
     meshes = Counter("x".join(map(str, each.mesh)) for each in point.strategy.operators.values())
-    split = [f"{count} operators on a mesh of {mesh}" for mesh, count in meshes.most_common(3)]
-    return "\n".join([words, *split, *describe(point.strategy)])
+    return [
+        *(f"{count} operator{'s' * (count > 1)} on a mesh of {mesh}" for mesh, count in meshes.most_common(3)),
+        *describe(point.strategy),
+    ]
 
 
 def _round_ticks(first: float, last: float, base: float) -> list[float]:
-    """Round values between two ends: powers of `base`, with 2 and 5 times those of ten; the ends if there is none."""
+    """Round values between two ends: powers of `base` where some lie between, else 1, 2 or 5 times a power of ten, in
+    the unit that bytes are shown in where `base` is 2."""
     if first == last:
         return [first]
-    factors = (1.0, 2.0, 5.0) if base == 10 else (1.0,)
-    powers = range(math.floor(math.log(first, base)), math.ceil(math.log(last, base)) + 1)
-    ticks = [factor * base**power for power in powers for factor in factors]
-    inside = [tick for tick in ticks if first * (1 - 1e-9) <= tick <= last * (1 + 1e-9)]
-    return inside[:: math.ceil(len(inside) / MOST_TICKS)] if len(inside) > 1 else [first, last]
+    unit = 1024.0 ** math.floor(math.log(last, 1024)) if base == 2 else 1.0
+    low, high = first / unit * (1 - 1e-9), last / unit * (1 + 1e-9)
+    ends = math.ceil(math.log(low, base)), math.floor(math.log(high, base))
+    powers = [[base**power for power in range(ends[0], ends[1] + 1) if power % every == 0] for every in (1, 2, 5, 10)]
+    tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    few = [factor * 10.0**power for power in tens for factor in (1, 2, 5)]
+    largest = math.floor(math.log10(high - low))
+    widths = [factor * 10.0**power for power in (largest - 1, largest) for factor in (1, 2, 5)]
+    even = ([n * width for n in range(math.ceil(low / width), math.floor(high / width) + 1)] for width in widths)
+    found = (
+        inside
+        for ticks in (*powers, few, *even)
+        if LEAST_TICKS <= len(inside := [tick for tick in ticks if low <= tick <= high]) <= MOST_TICKS
+    )
+    return [tick * unit for tick in next(found, [low, high])]
+
+
+def _spaced(labels: dict[float, str], least: float) -> dict[float, str]:
+    """Labels by place, in order, without those too near to the one before."""
+    kept: dict[float, str] = {}
+    for place, label in labels.items():
+        if all(abs(place - other) >= least for other in kept):
+            kept[place] = label
+    return kept
 
 
 def _scale(values: list[float], low: float, high: float) -> tuple[Callable[[float], float], tuple[float, float]]:

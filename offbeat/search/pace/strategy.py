@@ -1,21 +1,24 @@
 """ModelGraph + ClusterSpec + Costs → Strategy: PACE's fusion and preemptive schedule, ready to be lowered and run.
 
 A gradient is ready when backward completes it. Its tail is everything from its update on in the next step, on a device
-that computes one operator after another. `search_fusion` chooses the groups, `preemptive_schedule` the order and the
-uneven slices; seconds on the link become ranges of elements.
+that computes one operator after another, as Offbeat's runtime does; with more `streams`, the longest path from there on
+(`paths.py`). `search_fusion` chooses the groups, `preemptive_schedule` the order and the uneven slices; seconds on the
+link become ranges of elements.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
-from offbeat.plan import lower
+from offbeat.plan import Plan, lower
 from offbeat.search.arrange import explicit
 from offbeat.search.pace.fusion import search_fusion
-from offbeat.search.pace.schedule import preemptive_schedule
+from offbeat.search.pace.paths import gradient_paths
+from offbeat.search.pace.schedule import Floats, preemptive_schedule
 from offbeat.simulate.fast.gradients import Gradients, gradients_of
 from offbeat.strategy import Schedule, Strategy, build_strategy
 
@@ -27,41 +30,68 @@ def pace_strategy(
     *,
     coarsen: bool = True,
     slack_seconds: float = 0.0,
+    streams: int | None = 1,
 ) -> Strategy:
     """PACE's strategy for a model on a cluster, which all-reduces everything and gathers sparse rows.
 
     Gradients are taken to be ready `slack_seconds` late, so that an order that is fixed before the step does not wait
-    for one that really is late.
+    for one that really is late. `streams` is how many operators a device runs at once, None as many as can: the paper's
+    DAG. Offbeat's runtime and replay use one stream, on which the order for one stream is the better one.
     """
     costs = costs or Costs()
     start = build_strategy("wfbp", graph, cluster)
     # Two messages under way would share the link, and the urgent one would come late.
     start = start.model_copy(update={"name": "pace", "schedule": Schedule(in_flight=1)})
-    gradients = gradients_of(lower(graph, cluster, start), costs, coarsen=coarsen, slack_seconds=slack_seconds)
-    return start if gradients is None else explicit(gradients, *pace_schedule(gradients), start)
+    plan = lower(graph, cluster, start)
+    gradients = gradients_of(plan, costs, coarsen=coarsen, slack_seconds=slack_seconds)
+    if gradients is None:
+        return start
+    tail = None
+    if streams != 1:
+        seconds = operator_seconds(plan, gradients.slots)
+        ready, tail, _ = gradient_paths(graph, seconds, gradients.names, gradients.update, streams)
+        gradients = replace(gradients, ready=ready + slack_seconds)
+    return explicit(gradients, *pace_schedule(gradients, tail=tail), start)
+
+
+def operator_seconds(plan: Plan, slots: Floats) -> dict[str, float]:
+    """Seconds of each operator of a step: those of its slot, divided as the operators' own estimates are."""
+    device = plan.cluster.device_of(plan.replicas[0])
+    found: dict[str, float] = {}
+    for slot, seconds in zip(plan.program.slots, slots.tolist(), strict=True):
+        names = plan.segments[slot.segment].operators
+        shares = [plan.graph.operator(name).estimate(device.peak_flops, device.memory_bandwidth) for name in names]
+        whole = sum(shares)
+        for name, share in zip(names, shares, strict=True):
+            # Of several micro-batches the first forward waits for variables, and the last backward completes gradients.
+            if slot.phase == "backward" or name not in found:
+                found[name] = seconds * (share / whole if whole else 1 / len(names))
+    return found
 
 
 def pace_schedule(
-    gradients: Gradients, groups: list[tuple[int, ...]] | None = None
+    gradients: Gradients, groups: list[tuple[int, ...]] | None = None, tail: Floats | None = None
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, int, int]]]:
     """Groups of units, and (group, first element, end) in issue order.
 
-    Unless groups are given, they are PACE's fusion of each run of units that may share a message.
+    Unless groups are given, they are PACE's fusion of each run of units that may share a message. Tails are those on
+    one stream unless given.
     """
+    tails = gradients.tail if tail is None else tail
     if groups is None:
         groups = []
         for run in gradients.groups(gradients.forced):
             units = list(run)
-            ready, wire, tail = gradients.ready[units], gradients.wire[units], gradients.tail[units]
+            jobs = gradients.ready[units], gradients.wire[units], tails[units]
             per_byte, overhead = float(gradients.per_byte[run[0]]), float(gradients.overhead[run[0]])
-            fused = search_fusion(ready, wire, tail, per_byte, overhead).groups
+            fused = search_fusion(*jobs, per_byte, overhead).groups
             groups += [tuple(sorted(run[place] for place in places)) for places in fused]
     ready = np.array([gradients.ready[list(units)].max() for units in groups])
     heads = np.array([units[0] for units in groups])
     duration = np.array([(gradients.per_byte[list(units)] * gradients.wire[list(units)]).sum() for units in groups])
-    tail = np.array([gradients.tail[list(units)].max() for units in groups]) + gradients.lag[heads]
+    after = np.array([tails[list(units)].max() for units in groups]) + gradients.lag[heads]
     overhead = float(gradients.overhead.max())
-    schedule = preemptive_schedule(ready, duration, tail, overhead)
+    schedule = preemptive_schedule(ready, duration, after, overhead)
     pieces = [(job, end - start - overhead) for job, start, end in schedule.slices]
     # Jobs without seconds have no slice; they go when they are ready, in order.
     carried = {job for job, _ in pieces}

@@ -14,7 +14,7 @@ from offbeat.graph import Variable
 from offbeat.plan.compress import encoded_bytes
 from offbeat.search.arrange import explicit, rescheduled
 from offbeat.search.pace.strategy import pace_schedule
-from offbeat.search.passes.problem import Candidate, Problem, register_pass
+from offbeat.search.passes.problem import AMP, Candidate, Problem, register_pass
 from offbeat.search.passes.synchronizer import SLICE_BYTES
 from offbeat.simulate.fast.gradients import link_seconds
 from offbeat.strategy import Encoder, Shard, Strategy
@@ -36,16 +36,16 @@ _MOST_LOOKS = 48
 
 
 def allowed_encoders(allow: Sequence[str]) -> tuple[Encoder, ...]:
-    """The encoders that a user names: 'bf16', 'topk:0.01' (its ratio), 'powersgd:4' (its rank)."""
+    """The encoders that a user names: 'bf16', 'topk:0.01' (its ratio), 'powersgd:4' (its rank); 'amp' is none."""
     if isinstance(allow, str):
         raise OffbeatError(f"allow: {allow!r} must be a list of encoders")
-    return tuple(_encoder(str(name)) for name in allow)
+    return tuple(_encoder(str(name)) for name in allow if name != AMP)
 
 
 def _encoder(text: str) -> Encoder:
     name, _, value = text.partition(":")
     if name not in ENCODERS:
-        raise OffbeatError(f"allow: there is no encoder {name!r}; there are {', '.join(ENCODERS)}")
+        raise OffbeatError(f"allow: there is no encoder {name!r}; there are {', '.join(ENCODERS)}, and amp")
     known = ENCODERS[name]
     if not value:
         return known

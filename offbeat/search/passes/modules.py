@@ -1,4 +1,4 @@
-"""Passes that change how modules are computed: again in backward, in micro-batches, or compiled.
+"""Passes that change how modules are computed: again in backward, in micro-batches, compiled, or in bfloat16.
 
 Recomputing and micro-batches save memory and are used as little as the limit allows. Compiling is operator fusion:
 
@@ -8,30 +8,28 @@ Recomputing and micro-batches save memory and are used as little as the limit al
                 that complete them                                                            `op_fusion`
 
 In a region of several operators q_{n-1} is all that was ready before its last one. What the theorems are for is tried
-first, and replay decides on all: theorem 1 says nothing where the network is the bottleneck. Compiling changes what
-runs more than any other pass, so it is only tried for modules whose compiled time was measured (`fused_seconds`). With
-symmetry on, a decision for one of several alike modules (`layers.0`, `layers.1`, ...) is taken for all of them.
+first, and replay decides on all: theorem 1 says nothing where the network is the bottleneck. Compiling and autocast
+change what runs more than any other pass, so they are only tried for blocks that were measured so on a device
+(`ModelGraph.blocks`, made by `offbeat.profile.blocks`), and autocast only with the user's leave. With symmetry on, a
+decision for one of several alike regions (`layers.0`, `layers.1`, ...) is taken for all of them.
 """
 
 import re
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 
-from offbeat.graph import ModelGraph
+from offbeat.graph.blocks import blocks
 from offbeat.plan import Plan, Segment
 from offbeat.plan.compute import within
 from offbeat.search.arrange import arranged, arrangement_of
-from offbeat.search.passes.problem import Candidate, Problem, register_pass
+from offbeat.search.passes.problem import AMP, Candidate, Problem, register_pass
 from offbeat.simulate.fast.arrays import arrays_of
 from offbeat.strategy import Strategy
 
-LARGEST_SHARE = 0.125
-"""A block that keeps more of the activations than this is taken apart, where it has parts."""
 _MOST_MICRO_BATCHES = 64
 
 
@@ -40,15 +38,18 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     """Modules whose activations are computed again in backward: the fewest that fit, then all.
 
     Modules that repeat the least work for each byte they free come first. Work is in seconds where all operators were
-    measured, else in FLOP and bytes moved.
+    measured (times what recomputing was measured to repeat of them), else in FLOP and bytes moved.
     """
     done = candidate.strategy.recompute
     forward = problem.graph.phase("forward")
     measured = all(op.seconds is not None for op in forward)
+    repeated = {block.modules: block.recomputing() for block in problem.graph.blocks}
     cost = {}
     for path in blocks(problem.graph):
         operators = [op for op in forward if within(op.module, path)]
         work = sum((op.seconds or 0.0) if measured else op.flops + op.bytes_moved for op in operators)
+        share = repeated.get((path,))
+        work *= 1.0 if share is None else share
         freed = sum(op.activation_bytes for op in operators)
         if freed and path not in done:
             cost[path] = work / freed
@@ -80,43 +81,21 @@ def micro_batches(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
             return
 
 
-def blocks(graph: ModelGraph) -> list[str]:
-    """Paths of disjoint modules of moderate size, which together hold what forward keeps, in forward's order."""
-    kept = Counter[str]()
-    direct: set[str] = set()
-    children: dict[str, dict[str, None]] = defaultdict(dict)
-    for operator in graph.phase("forward"):
-        direct.add(operator.module)
-        paths = ["", *accumulate(operator.module.split("."), "{}.{}".format)] if operator.module else [""]
-        for path in paths:
-            kept[path] += operator.activation_bytes
-        for path, below in pairwise(paths):
-            children[path][below] = None
-    limit = LARGEST_SHARE * max(1, graph.activation_bytes)
-    found: list[str] = []
-    waiting = [""]
-    while waiting:
-        path = waiting.pop()
-        inner = children[path]
-        # A list of modules is never called itself, so nothing can be done to it as a whole.
-        listing = path not in direct and all(each.rpartition(".")[2].isdigit() for each in inner)
-        if inner and (not path or listing or kept[path] > limit):
-            waiting.extend(reversed(inner))
-        elif path:
-            found.append(path)
-    return found
+Region = tuple[str, ...]
 
 
 @register_pass("op_fusion", order=40)
 def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Each kind of measured module compiled, with its gradients in one message and as they are."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(set(problem.fused_seconds or ()).difference(*candidate.strategy.fusion)):
-        kinds[re.sub(r"\d+", "*", path) if problem.symmetry else path].append(path)
+    """Each kind of region that was measured compiled, with its gradients in one message and as they are."""
+    kinds: dict[str, list[Region]] = defaultdict(list)
+    taken = set().union(*candidate.strategy.fusion)
+    for block in problem.graph.blocks:
+        if "compiled" in block.seconds and taken.isdisjoint(block.modules):
+            name = " ".join(block.modules)
+            kinds[re.sub(r"\d+", "*", name) if problem.symmetry else name].append(block.modules)
     later: list[Strategy] = []
     for alike in kinds.values():
-        regions = tuple((path,) for path in alike)
-        strategy = candidate.strategy.model_copy(update={"fusion": candidate.strategy.fusion + regions})
+        strategy = candidate.strategy.model_copy(update={"fusion": (*candidate.strategy.fusion, *alike)})
         made = problem.evaluate(strategy, "op_fusion")
         proposed = [*_with_tensors_fused(made, alike, problem), strategy]
         if _together(candidate.plan, alike[0]) or op_fusion_pays(candidate.plan, made.plan, alike[0], problem):
@@ -126,10 +105,18 @@ def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     yield from later
 
 
-def op_fusion_pays(before: Plan, after: Plan, path: str, problem: Problem) -> bool:
-    """Theorem 1 for a module, of whose gradients all but those of its last operator are q_{n-1}."""
+@register_pass("amp", order=30)
+def amp(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
+    """Forward under autocast to bfloat16, where the user allows it and the model's blocks were measured so."""
+    measured = any("bf16" in block.seconds for block in problem.graph.blocks)
+    if AMP in problem.allow and measured and candidate.strategy.precision is None:
+        yield candidate.strategy.model_copy(update={"precision": "bf16"})
+
+
+def op_fusion_pays(before: Plan, after: Plan, region: Region, problem: Problem) -> bool:
+    """Theorem 1 for a region, of whose gradients all but those of its last operator are q_{n-1}."""
     node = before.cluster.device_of(before.replicas[0])
-    inside = {operator.name for operator in before.graph.operators if within(operator.module, path)}
+    inside = {operator.name for operator in before.graph.operators if _holds(region, operator.module)}
 
     def backward(plan: Plan) -> list[Segment]:
         return [s for s in plan.segments if s.phase == "backward" and not inside.isdisjoint(s.operators)]
@@ -148,20 +135,24 @@ def op_fusion_pays(before: Plan, after: Plan, path: str, problem: Problem) -> bo
     return bool(saved >= sum(seconds for send, seconds in sends if send.task.message in messages))
 
 
-def _together(plan: Plan, path: str) -> bool:
-    """Whether one message carries all gradients of a module that has several."""
-    names = [name for name in plan.program.carriers if within(name.rpartition(".")[0], path)]
+def _holds(region: Region, module: str) -> bool:
+    return any(within(module, path) for path in region)
+
+
+def _together(plan: Plan, region: Region) -> bool:
+    """Whether one message carries all gradients of a region that has several."""
+    names = [name for name in plan.program.carriers if _holds(region, name.rpartition(".")[0])]
     return len(names) > 1 and len({index for name in names for index in plan.program.carriers[name]}) == 1
 
 
-def _with_tensors_fused(candidate: Candidate, paths: list[str], problem: Problem) -> Iterator[Strategy]:
-    """The candidate with the gradients of each of these modules in one message, if they are not."""
+def _with_tensors_fused(candidate: Candidate, regions: list[Region], problem: Problem) -> Iterator[Strategy]:
+    """The candidate with the gradients of each of these regions in one message, if they are not."""
     gradients = problem.gradients(candidate)
     if gradients is None:
         return
     present = arrangement_of(gradients, candidate.strategy)
     home = [
-        next((path for path in paths if all(within(name.rpartition(".")[0], path) for name in names)), None)
+        next((region for region in regions if all(_holds(region, name.rpartition(".")[0]) for name in names)), None)
         for names in gradients.names
     ]
     inner = np.array([i > 0 and home[i] is not None and home[i] == home[i - 1] for i in range(len(home))], np.bool_)

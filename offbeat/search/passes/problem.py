@@ -4,8 +4,8 @@ And the open, ordered list of the passes that propose candidates (dPRO's Graph P
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offbeat.cluster import ClusterSpec
@@ -19,6 +19,9 @@ from offbeat.simulate import step_seconds
 from offbeat.simulate.fast.gradients import Arrangement, Gradients, gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
+
+AMP = "amp"
+"""What a user allows beside encoders: computing under autocast."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,12 @@ class Problem:
     memory_limit: int | None = None
     """Bytes per rank."""
     allow: Sequence[str] = ()
-    """Encoders that gradients may be sent with ('bf16', 'powersgd:4'); without any they travel exact."""
+    """Encoders that gradients may be sent with ('bf16', 'powersgd:4'), without any they travel exact; and 'amp' for
+    autocast."""
     micro_batches: bool = True
     """The model returns its loss, so that a batch can be computed in parts."""
     coarsen: bool = True
     """The variables of a module are moved together."""
-    fused_seconds: Mapping[str, tuple[float, float]] | None = None
-    """Forward and backward seconds of compiled modules, by path, where they were measured."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
     _gradients: tuple[Plan | None, Gradients | None] = field(default=(None, None), repr=False)
@@ -84,7 +86,7 @@ class Problem:
         """Replays a strategy, in the mode that was asked for."""
         if self.mode not in ("auto", strategy.schedule.mode):
             strategy = rescheduled(strategy, mode=self.mode)
-        plan = self.plan(strategy)
+        plan = lower(self.graph, self.cluster, strategy)
         peak = 0
         if self.memory_limit is not None:
             roles = find_roles(plan, self.costs.compute_scale)
@@ -106,24 +108,6 @@ class Problem:
         if self.partial_replay:
             return gradients.seconds(arrangement)
         return self.evaluate(arranged(gradients, arrangement, base.strategy), "trial").seconds
-
-    def plan(self, strategy: Strategy) -> Plan:
-        """Lowers a strategy, with measured times of compiled regions in place of predicted ones."""
-        plan = lower(self.graph, self.cluster, strategy)
-        known = self.fused_seconds or {}
-        measured = {n: known[r[0]] for n, r in enumerate(plan.strategy.fusion) if r and r[0] in known}
-        if not measured:
-            return plan
-        node = plan.cluster.device_of(plan.replicas[0])
-        segments = list(plan.segments)
-        for number, pair in measured.items():
-            for phase, seconds in zip(("forward", "backward"), pair, strict=True):
-                mine = [i for i, s in enumerate(segments) if s.phase == phase and s.name.startswith(f"fused{number}.")]
-                guess = [segments[i].estimate(node.peak_flops, node.memory_bandwidth) for i in mine]
-                for i, share in zip(mine, guess, strict=True):
-                    part = share / sum(guess) if sum(guess) else 1 / len(mine)
-                    segments[i] = replace(segments[i], seconds=seconds * part)
-        return replace(plan, segments=tuple(segments))
 
 
 Propose = Callable[[Candidate, Problem], Iterable[Strategy]]

@@ -1,4 +1,4 @@
-"""The pass that changes how variables travel: by all-reduce, gathered rows, broadcast factors or a server.
+"""The pass that changes how variables travel: by all-reduce, gathered rows, broadcast factors or servers.
 
 Only exchanges that give the same update are tried. Variables that change leave their group;
 the later passes fuse, cut and order what results.
@@ -18,11 +18,14 @@ from offbeat.strategy import Shard, Strategy, VariableConfig
 _SERVED = 2
 """Variables, the largest ones, that are tried on a server."""
 SLICE_BYTES = 2 * 2**20
+_SUMMED_SLICES, _SUMMED_IN_FLIGHT = (2**19, 2**20), 4
+"""Bytes of slices that servers sum, and how many of them are under way: each root has its own."""
 
 
 @register_pass("synchronizer", order=50)
 def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Every variable by what takes the link least; then the largest ones, and sparse ones, on servers."""
+    """Every variable by what takes the link least; all summed by the cluster's servers and fast workers, if it has
+    servers; then the largest ones, and sparse ones, on single servers."""
     if len(candidate.plan.replicas) < 2:
         return
     strategy = candidate.strategy
@@ -35,11 +38,18 @@ def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
         if gradients is not None and problem.mode != "barrier":
             # Without PACE's schedule it would lose against a candidate that has one.
             yield explicit(gradients, *pace_schedule(gradients), changed)
+    if problem.cluster.servers:
+        summed = {v.name: strategy.config(v.name).summed for v in problem.graph.gradient_order}
+        through = strategy.model_copy(update={"variables": strategy.variables | summed})
+        for size in _SUMMED_SLICES:
+            fields = {"policy": "priority", "slice_bytes": size, "in_flight": _SUMMED_IN_FLIGHT, "order": ()}
+            yield rescheduled(through, **fields, pinned=False)
+    owners = problem.cluster.servers or candidate.plan.replicas
     dense = sorted((v for v in variables if not v.sparse), key=lambda v: -v.bytes)
-    for variable, owner in zip(dense[:_SERVED], cycle(candidate.plan.replicas), strict=False):
+    for variable, owner in zip(dense[:_SERVED], cycle(owners), strict=False):
         shard = Shard(synchronizer="parameter_server", placement=(owner,))
         yield _rearranged(strategy, {variable.name: shard})
-    sparse = zip((v.name for v in variables if v.sparse), cycle(candidate.plan.replicas), strict=False)
+    sparse = zip((v.name for v in variables if v.sparse), cycle(owners), strict=False)
     shards = {name: Shard(synchronizer="sparse_parameter_server", placement=(owner,)) for name, owner in sparse}
     if shards:
         yield _rearranged(strategy, shards)

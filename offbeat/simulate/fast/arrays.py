@@ -117,7 +117,7 @@ def _replay(step: Any, steps: int, extra: Any) -> Any:
 def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
     """The plan's program as arrays; None where only a full replay can tell how it runs."""
     program = plan.program
-    if not program.replicated or not program.ahead:
+    if not program.replicated or not program.ahead or any(message.roots for message in plan.messages):
         return None
     roles = find_roles(plan, costs.compute_scale, fold)
     seconds, gap = segment_seconds(plan, costs, roles), max(0.0, costs.gap_seconds)

@@ -73,6 +73,8 @@ class Gradients:
     after: float
     """Forward seconds after the last one."""
     backward: float
+    slots: Floats
+    """Seconds of each of the program's slots."""
     gap: float
     update_call: float
 
@@ -176,6 +178,7 @@ def gradients_of(plan: Plan, costs: Costs, *, coarsen: bool = True, slack_second
         before=np.diff(at, prepend=0.0),
         after=float(edges[-1] - at[-1]),
         backward=float(ends[-1]) if len(ends) else 0.0,
+        slots=np.concatenate((forward, backward)),
         gap=arrays.gap,
         update_call=call,
     )

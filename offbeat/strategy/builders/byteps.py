@@ -9,9 +9,9 @@ from offbeat.strategy.builders._common import (
     rows,
     served,
     server_ranks,
-    server_speeds,
+    unfused,
 )
-from offbeat.strategy.model import Schedule, Strategy
+from offbeat.strategy.model import Schedule, Strategy, VariableConfig
 
 
 def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", servers: str = "nodes") -> Strategy:
@@ -19,15 +19,18 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", 
 
     Use it to compare with BytePS; between equal machines a ring sends no more bytes.
 
-    Each variable is cut by rows into the fewest shards of at most `partition` bytes (a longer row stays whole), each
-    on the lightest server. Sparse variables make one shard per server.
+    Where the cluster has servers that hold no replica, they and the workers sum gradients in slices of at most
+    `partition` bytes, each as many as fit its link, and every replica applies the update: BytePS's summation service.
+    Elsewhere each variable is cut by rows into the fewest shards of at most `partition` bytes (a longer row stays
+    whole), each on the lightest server, which updates it; sparse variables make one shard per server.
     """
     limit = bytes_option("partition", partition)
+    if cluster.servers:
+        schedule = Schedule(policy="priority", slice_bytes=max(1024, limit))
+        return Strategy(variables=unfused(graph, lambda _: VariableConfig().summed), schedule=schedule)
     ranks = server_ranks(cluster, servers)
 
     def shards(variable: Variable) -> int:
         return min(len(ranks), rows(variable)) if variable.sparse else parts_within(variable, limit)
 
-    return Strategy(
-        variables=served(graph, ranks, shards, server_speeds(cluster)), schedule=Schedule(policy="priority")
-    )
+    return Strategy(variables=served(graph, ranks, shards), schedule=Schedule(policy="priority"))

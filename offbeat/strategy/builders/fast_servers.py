@@ -1,4 +1,4 @@
-"""Unequal links → large variables by servers on the fastest, the rest as `overlap` has it."""
+"""Unequal links → gradients by servers on the fastest, the rest as `overlap` has it."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
@@ -22,14 +22,18 @@ def build(
 
     A ring of w ranks leads 2(w−1)/w of all bytes through its slowest link. A server's clients send each byte once and
     receive it once, in opposite directions, so that the slowest link carries less where the servers are elsewhere.
-    Where the cluster has servers that hold no replica, they keep the shards, each as many bytes as fit its bandwidth.
+
+    Where the cluster has servers that hold no replica, all gradients are summed in slices of at most `shard` bytes by
+    them and by workers with fast links, each as many as fit its link, and every replica applies the update. The sum of
+    a slice is on its way back while others are still being computed, which new parameters cannot be.
     """
     limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
     base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=most, in_flight=in_flight)
+    if cluster.servers:
+        return base.model_copy(update={"variables": {name: each.summed for name, each in base.variables.items()}})
     bandwidths = {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in server_ranks(cluster, "nodes")}
     fastest = [rank for rank, bandwidth in bandwidths.items() if bandwidth == max(bandwidths.values())]
-    # Servers that hold no replica send nothing of their own, so that slower ones take their share, too.
-    loads = ServerLoads(cluster.servers, bandwidths) if cluster.servers else ServerLoads(fastest)
+    loads = ServerLoads(fastest)
     served = {
         variable.name: loads.place(variable, parts_within(variable, most))
         for variable in graph.gradient_order

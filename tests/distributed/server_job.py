@@ -1,0 +1,82 @@
+"""One rank of a job with two workers and two servers that hold no replica: `server_job.py JSON`.
+
+A worker writes what it found to `rank{r}.json` beside the script's log. distribute() does not return on a server.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
+import small_models
+import torch
+from reference import flat_parameters, reference_run
+
+import offbeat
+from offbeat.strategy import Shard, Strategy, VariableConfig
+
+WORKERS, STEPS = 2, 8
+CLUSTER = offbeat.ClusterSpec(nodes=[{}, {}, {"role": "server"}, {"role": "server"}])
+
+
+def exact(strategy: str) -> dict[str, Any]:
+    """How far training is from that of one process, after a few steps."""
+    model = small_models.make("mlp")
+    optimizer = small_models.make_optimizer("adamw", model.parameters())
+    offbeat.distribute(model, optimizer, strategy, cluster=CLUSTER)
+    rank = int(os.environ["RANK"])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(*small_models.batch("mlp", step, rank)).backward()
+        optimizer.step()
+    sizes = (4,) * WORKERS
+    expected = reference_run("mlp", "adamw", torch.float64, STEPS, WORKERS, (1.0,) * WORKERS, sizes)
+    return {"error": float((flat_parameters(model) - expected).abs().max()), "said": model.offbeat.summary()}
+
+
+def relaxed(**field: Any) -> dict[str, Any]:
+    """The steps that a variable whose gradient is always 1 has moved, after each of this worker's steps."""
+    model = _One()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    shard = Shard(synchronizer="parameter_server", placement=(2,), **field)
+    strategy = Strategy(variables={"weight": VariableConfig(shards=(shard,))})
+    offbeat.distribute(model, optimizer, strategy, cluster=CLUSTER)
+    moved = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        moved.append(-float(model.weight.detach()[0]))
+    return {"moved": moved}
+
+
+def forever(builder: str) -> dict[str, Any]:
+    """Trains until somebody ends it; tells of every step."""
+    model = small_models.make("mlp")
+    optimizer = small_models.make_optimizer("sgd", model.parameters())
+    offbeat.distribute(model, optimizer, builder, cluster=CLUSTER)
+    step = 0
+    while True:
+        optimizer.zero_grad()
+        model(*small_models.batch("mlp", step, 0)).backward()
+        optimizer.step()
+        step += 1
+        print(step, flush=True)
+
+
+class _One(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs * self.weight).sum()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    case = json.loads(sys.argv[1])
+    found = {"exact": exact, "relaxed": relaxed, "forever": forever}[case.pop("what")](**case)
+    Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
