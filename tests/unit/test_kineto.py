@@ -23,7 +23,7 @@ from offbeat.profile.tracefile import load
 from offbeat.timeline import Span, Timeline, stream
 
 JOB = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
@@ -48,6 +48,7 @@ text = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, o
 with open(f"{folder}/flight/rank{rank}.json", "wb") as file:
     file.write(text if isinstance(text, bytes) else text.encode())
 dist.destroy_process_group()
+os._exit(0)  # torch's gloo threads can abort a process whose interpreter ends while they let go of tensors
 """
 
 
