@@ -298,7 +298,9 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
         return build_strategy("ddp", graph, cluster)
     least = MIN_BUCKET_BYTES if world.device.type == "cpu" else graph.parameter_bytes / MOST_GPU_MESSAGES
     bucket = min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
-    return build_strategy("overlap", graph, cluster, bucket=max(1024, bucket), slice_bytes=max(1024, 2 * bucket))
+    sizes = {"bucket": max(1024, bucket), "slice_bytes": max(1024, 2 * bucket)}
+    # NCCL runs a channel's collectives one after another, on one stream.
+    return build_strategy("overlap", graph, cluster, **sizes, in_flight=2 if world.device.type == "cpu" else 1)
 
 
 def join_job(timeout: timedelta | None = None) -> None:

@@ -1,15 +1,17 @@
-"""Phases of a job under way: warm up, record, search beside it, try in alternating blocks, keep what is faster, watch.
+"""Phases of a job under way: warm up, record, search beside it, race what it found, keep what is faster, watch.
 
 The search runs in a process of its own (`searcher.py`); training goes on, and the answer is taken at the end of a step
-by all ranks alike. A new plan is kept only if alternating blocks of real steps show that it is faster (`verdict.py`).
+by all ranks alike. The quickest plans of each kind, DDP's own way among them, run in heats. The fastest goes to the
+final, and is kept only if alternating blocks of real steps show that it is faster than the present plan (`verdict.py`).
 Later, when steps have become longer or shorter than they were, it looks again. Every decision is told once, on rank 0.
 """
 
 import json
 import zlib
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import orjson
@@ -18,7 +20,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.online.searcher import Searcher, SearchFailed
-from offbeat.online.verdict import Verdict
+from offbeat.online.verdict import NEEDED, Verdict
 from offbeat.plan import Plan, lower
 from offbeat.profile.blocks import time_encoders
 from offbeat.profile.recorder import MemoryRecorder
@@ -40,15 +42,17 @@ SETTLING_STEPS = 5
 """Of a new plan, before it is timed: its order is rebuilt meanwhile."""
 BLOCK_STEPS = 3
 """Timed steps of a block; one before them, after the switch, is not."""
+PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
+"""Of two blocks that are compared in a final."""
 MOST_STEPS = 120
 """Spent on trials, for one search."""
-MOST_TRIALS = 3
+MOST_CONTENDERS = 3
+BEHIND = 0.05
+"""A contender that was slower than the present plan by more than this share in its heats goes to no final."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
 DDP = "barrier"
 """The kind of plan that does what DDP does."""
-SHORTEST_TRIAL = SETTLING_STEPS + 3 * 2 * (1 + BLOCK_STEPS)
-"""Steps until the first verdict. As many are kept for DDP's way while other plans are on trial."""
 CLOSE, FAR = 0.25, 1.0
 """A plan of another kind is tried too if its prediction exceeds the present plan's real steps by at most this share.
 The second holds for DDP's own way, and for every plan where steps take `SLOW` times what was predicted: replay knows
@@ -59,6 +63,22 @@ DRIFT = 0.2
 """Share by which steps must have changed before the search starts over."""
 MOST_RECORDING_RANKS = 8
 start_search: Callable[[], Searcher] = Searcher
+
+
+@dataclass
+class Runner:
+    """A plan in a race."""
+
+    name: str
+    plan: Plan
+    """As it was when it was last in force: its order may have been rebuilt."""
+    predicted_seconds: float = 0.0
+    heats: list[float] = field(default_factory=list)
+    """Seconds of a step, by block."""
+
+    @property
+    def heat(self) -> float:
+        return fmean(self.heats) if self.heats else 0.0
 
 
 class Tuner:
@@ -133,15 +153,10 @@ class Tuner:
                 searcher.close()
         if found:
             self.runtime.predict = partial(_predict, found["graph"], found["costs"])
-        spent = 0
-        tried: list[str] = []
-        for _ in range(MOST_TRIALS):
-            chosen = self._agree(worth_trying(found, tried, self.usual) if found else None)
-            if chosen is None or spent + SHORTEST_TRIAL > MOST_STEPS:
-                break
-            tried.append(chosen["kind"])
-            spent += yield from self._try(chosen, MOST_STEPS - spent)
-        if answered and not tried:
+        chosen = self._agree(contenders(found, self.usual) if found else [])
+        if chosen:
+            yield from self._race(self._agree(found["graph"] if found else ""), chosen)
+        elif answered:
             self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
 
     def _answer(self, searcher: Searcher | None) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
@@ -162,43 +177,73 @@ class Tuner:
             if state["done"]:
                 return True, found
 
-    def _try(self, chosen: dict[str, Any], most_steps: int) -> Generator[None, None, int]:
-        """Times the plan in force and another in alternating blocks, and goes on with the faster; the steps it took."""
-        graph, old = self.graph, self.runtime.plan
-        self.graph = ModelGraph.from_json(chosen["graph"])
-        self._switch(Strategy.from_json(chosen["strategy"]))
-        spent = yield from self._steps(SETTLING_STEPS)
-        verdict, decision = Verdict(), "open"
-        idle, new_runs = old, True
-        while decision == "open":
-            # The two take turns in being first, so that a machine which becomes slower or faster favours neither.
-            first = yield from self._block()
-            idle = self._go_on_with(idle)
-            second = yield from self._block()
-            verdict.add(*((second, first) if new_runs else (first, second)))
-            new_runs = not new_runs
-            spent += 2 * (1 + BLOCK_STEPS)
-            over = spent + 2 * (1 + BLOCK_STEPS) > most_steps - chosen["reserved"]
-            decision = self._agree("give up" if over and verdict.decision == "open" else verdict.decision)
-        before, after = median(verdict.old), median(verdict.new)
-        kept = decision == "keep"
-        if kept != new_runs:
-            self._go_on_with(idle)
-        if kept:
-            self.usual = after
-        else:
-            self.graph = graph
+    def _race(self, graph: str, chosen: list[dict[str, Any]]) -> Generator[None, None, None]:
+        """Runs the chosen plans against the present one, and goes on with the fastest if it proves to be faster."""
+        recorded = ModelGraph.from_json(graph)
+        present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
+        others = [Runner(each["name"], self._lowered(recorded, each), each["seconds"]) for each in chosen]
+        spent = yield from self._heats(present, others)
+        ranked = sorted(range(len(others)), key=lambda place: others[place].heat)
+        finalists = [(place, others[place].heat <= present.heat * (1 + BEHIND)) for place in ranked]
+        winner = present
+        for place, hopeful in self._agree(finalists):
+            other, verdict = others[place], Verdict(present.heats, others[place].heats)
+            if winner is present and hopeful and spent + min(NEEDED) * PAIR_STEPS <= MOST_STEPS:
+                verdict = Verdict()
+                spent += yield from self._final(present, other, verdict, MOST_STEPS - spent)
+                if self._agree(verdict.decision == "keep"):
+                    winner, self.graph, self.usual = other, recorded, median(verdict.new)
+            if verdict.new:
+                self._tell_of(other, verdict, kept=other is winner)
+        self._run_with(winner)
+
+    def _heats(self, present: Runner, others: list[Runner]) -> Generator[None, None, int]:
+        """Some blocks of each plan, if there are several to choose from; the steps it took."""
+        spent = 0
+        for each in others:
+            self._run_with(each)
+            spent += yield from self._steps(SETTLING_STEPS)
+            if len(others) > 1:
+                each.heats.append((yield from self._block()))
+        again = (present, *others, present) if len(others) > 1 else ()
+        for each in again:
+            self._run_with(each)
+            each.heats.append((yield from self._block()))
+        return spent + sum(len(each.heats) for each in (present, *others)) * (1 + BLOCK_STEPS)
+
+    def _final(self, present: Runner, other: Runner, verdict: Verdict, most_steps: int) -> Generator[None, None, int]:
+        """Alternating blocks of the two until the verdict is clear or steps run out; the steps it took."""
+        spent = 0
+        # They take turns in being first, so that a machine which becomes slower or faster favours neither.
+        pair = [other, present]
+        while True:
+            seconds = {}
+            for each in pair:
+                self._run_with(each)
+                seconds[each is other] = yield from self._block()
+            verdict.add(seconds[False], seconds[True])
+            pair.reverse()
+            spent += PAIR_STEPS
+            if self._agree(verdict.decision != "open" or spent + PAIR_STEPS > most_steps):
+                return spent
+
+    def _run_with(self, runner: Runner) -> None:
+        """Goes on with this plan, as it was when it was last in force."""
+        if runner is not self.running:
+            self.running.plan = self.runtime.plan
+            self.runtime.switch(runner.plan)
+            self.running = runner
+
+    def _tell_of(self, runner: Runner, verdict: Verdict, kept: bool) -> None:
         does = "keeps" if kept else "gives up"
-        predicted = chosen["seconds"]
         self._tell(
-            f"{does} '{chosen['name']}': a step takes {verdict} ({predicted * 1e3:.1f} ms predicted)",
-            strategy=chosen["name"],
+            f"{does} '{runner.name}': a step takes {verdict} ({runner.predicted_seconds * 1e3:.1f} ms predicted)",
+            strategy=runner.name,
             kept=kept,
-            predicted_seconds=predicted,
-            seconds_before=before,
-            seconds_after=after,
+            predicted_seconds=runner.predicted_seconds,
+            seconds_before=median(verdict.old),
+            seconds_after=median(verdict.new),
         )
-        return spent
 
     def _block(self) -> Generator[None, None, float]:
         """Seconds of a step, in the median of some."""
@@ -221,12 +266,6 @@ class Tuner:
         for _ in range(count):
             yield
         return count
-
-    def _go_on_with(self, plan: Plan) -> Plan:
-        """Switches to a plan as it was in force before; the one in force until now."""
-        before = self.runtime.plan
-        self.runtime.switch(plan)
-        return before
 
     def _tell(self, what: str, **figures: Any) -> None:
         tell(self.runtime, Decision(self.runtime.steps, what, **figures))
@@ -290,9 +329,9 @@ class Tuner:
             return answer
         return json.loads(self.world.get(key))
 
-    def _switch(self, strategy: Strategy) -> None:
-        plan = lower(self.graph, self.cluster, strategy.model_copy(update={"graph": "", "cluster": ""}), rank=self.rank)
-        self.runtime.switch(plan)
+    def _lowered(self, graph: ModelGraph, chosen: dict[str, Any]) -> Plan:
+        strategy = Strategy.from_json(chosen["strategy"]).model_copy(update={"graph": "", "cluster": ""})
+        return lower(graph, self.cluster, strategy, rank=self.rank)
 
     # What rank 0 decides
 
@@ -315,21 +354,26 @@ class Tuner:
         return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
 
 
-def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[str, Any] | None:
-    """The quickest candidate of a kind that has not been tried, if it may be quicker than steps of `usual` seconds."""
+def contenders(found: dict[str, Any], usual: float) -> list[dict[str, Any]]:
+    """The quickest candidate of each kind that may be quicker than the present plan, whose steps take `usual` seconds.
+
+    Of more than `MOST_CONTENDERS` the quickest stay, DDP's way always among them.
+    """
     present = next(each for each in found["candidates"] if each["name"] == "present")
-    seen = list(tried)
+    chosen: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for each in found["candidates"]:
         kind = each["kind"]
         if each is present or kind in seen:
             continue
+        seen.add(kind)
         close = FAR if kind == DDP or usual > SLOW * present["seconds"] else CLOSE
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
         if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
-            reserved = 0 if DDP in (kind, present["kind"], *tried) else SHORTEST_TRIAL
-            return {**each, "graph": found["graph"], "reserved": reserved}
-        seen.append(kind)
-    return None
+            chosen.append(each)
+    while len(chosen) > MOST_CONTENDERS:
+        chosen.remove(next(each for each in reversed(chosen) if each["kind"] != DDP))
+    return chosen
 
 
 def _predict(graph: str, costs: dict[str, Any], plan: Plan) -> Timeline:

@@ -207,13 +207,14 @@ def candidates(
 
     `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
     what each collective adds to a step whose host launches its work too late, which replay does not know. `allow` names
-    encoders that may be tried.
+    encoders that may be tried. Deferred plans have as many collectives under way as the present one.
     """
     problem = Problem(graph, cluster, costs)
     found = []
     for name, strategy in (*_others(graph, cluster, costs, allow), ("present", present)):
-        mode = "barrier" if barrier or strategy.schedule.mode == "barrier" else "auto"
-        candidate = problem.evaluate(rescheduled(strategy, mode=mode), name)
+        waits = barrier or strategy.schedule.mode == "barrier"
+        changes = {"mode": "barrier"} if waits else {"mode": "auto", "in_flight": present.schedule.in_flight}
+        candidate = problem.evaluate(rescheduled(strategy, **changes), name)
         issuing = issue_seconds * len(candidate.plan.communication)
         found.append(replace(candidate, seconds=candidate.seconds + issuing))
     return sorted(found, key=lambda candidate: candidate.seconds)

@@ -1,10 +1,10 @@
-"""Which candidates "auto" tries in the running job, and in which order."""
+"""Which candidates "auto" runs against the present plan of a job under way."""
 
 from typing import Any
 
 import pytest
 
-from offbeat.online.tuner import DDP, SHORTEST_TRIAL, worth_trying
+from offbeat.online.tuner import DDP, contenders
 
 PRESENT = ("present", "many messages", 0.100)
 
@@ -16,13 +16,8 @@ def found(*candidates: tuple[str, str, float]) -> dict[str, Any]:
 
 
 def trials(answer: dict[str, Any], usual: float = 0.100) -> list[str]:
-    """The names in the order in which they are tried."""
-    tried: list[str] = []
-    names = []
-    while chosen := worth_trying(answer, tried, usual):
-        tried.append(chosen["kind"])
-        names.append(chosen["name"])
-    return names
+    """The names of the plans that run against the present one."""
+    return [chosen["name"] for chosen in contenders(answer, usual)]
 
 
 def test_the_quickest_of_each_kind_is_tried() -> None:
@@ -35,14 +30,9 @@ def test_the_way_of_ddp_is_tried_unless_it_is_predicted_to_take_twice_as_long(se
     assert trials(found(PRESENT, ("ddp", DDP, seconds))) == names
 
 
-def test_steps_are_kept_for_the_way_of_ddp() -> None:
-    answer = found(PRESENT, ("a", "few messages", 0.08), ("ddp", DDP, 0.12))
-    first = worth_trying(answer, [], 0.1)
-    assert first is not None
-    assert (first["name"], first["reserved"]) == ("a", SHORTEST_TRIAL)
-    second = worth_trying(answer, ["few messages"], 0.1)
-    assert second is not None
-    assert (second["name"], second["reserved"]) == ("ddp", 0)
+def test_the_way_of_ddp_is_among_the_few_that_run() -> None:
+    kinds = [(f"plan {number}", f"kind {number}", 0.08 + number / 1000) for number in range(4)]
+    assert trials(found(PRESENT, *kinds, ("ddp", DDP, 0.12))) == ["plan 0", "plan 1", "ddp"]
 
 
 @pytest.mark.parametrize(("usual", "names"), [(0.10, []), (0.14, ["few"])])

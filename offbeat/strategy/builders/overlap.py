@@ -9,7 +9,7 @@ from offbeat.strategy.model import Schedule, Strategy
 
 
 def build(
-    graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 1
+    graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 2
 ) -> Strategy:
     """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
 
@@ -17,8 +17,8 @@ def build(
 
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
     gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
-    urgent message waits for one slice at the most. One collective is under way at a time: two would share the link, and
-    each round of the urgent one's ring would queue behind the other's bytes.
+    urgent message waits for few slices at the most. Two collectives are under way at a time: each has moments in which
+    it sends nothing, which the other fills.
     """
     configs = fused(graph, _messages(graph, bytes_option("bucket", bucket)))
     most = bytes_option("slice_bytes", slice_bytes, minimum=1024)
