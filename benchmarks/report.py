@@ -397,9 +397,9 @@ def _peers_figure(result: Result) -> str:
     ahead = sum(each <= 1 for each in over)
     return (
         f"Compared with {min(map(len, exact)) - 1} or more other exact ways to synchronise the same job (DDP's "
-        f"buckets, Horovod's and BytePS's plans, ZeRO, FSDP2), on two CPU hosts with 2 cores in all, `strategy=\"auto\"` "
-        f"takes {min(over):.2f} to {max(over):.2f} times as long as the fastest, and is itself the fastest in {ahead} of "
-        f"{len(over)} cases"
+        f"buckets, Horovod's and BytePS's plans, ZeRO, FSDP2), on two CPU hosts with 2 cores in all, "
+        f'`strategy="auto"` takes {min(over):.2f} to {max(over):.2f} times as long as the fastest, and is itself the '
+        f"fastest in {ahead} of {len(over)} cases"
     )
 
 
