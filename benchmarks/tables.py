@@ -527,7 +527,7 @@ def servers(result: Result) -> Lines:
             continue
         lines.append(
             f"- {row['model']}: the strategy that `optimize` found without a trial is {row['searched_gain']:.2f} times "
-            f"as fast as {around}; carried over to links of {listed(moved['gbit'])} Gbit/s it gains {moved['gain']:.2f}."
+            f"as fast as {around}; moved to links of {listed(moved['gbit'])} Gbit/s it gains {moved['gain']:.2f}."
         )
     heads = ("model", "strategy", "ms", "predicted ms", "best all-reduce / this", f"target {target:.1f}", "idle cores")
     return [*table(heads, rows), "", *lines, ""]
