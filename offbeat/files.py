@@ -27,7 +27,7 @@ MAX_YAML_BYTES = 32 * 2**20
 MAX_VALUES = 4_000_000
 _MAX_NESTING = 100
 _PHRASES = {
-    "extra_forbidden": "there is no such field",
+    "extra_forbidden": "no such field",
     "too_short": "it has too few items",
     "tuple_type": "it must be a list",
     "list_type": "it must be a list",

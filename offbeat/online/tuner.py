@@ -1,4 +1,4 @@
-"""Phases of a job under way: warm up, record, search beside it, try in alternating blocks, keep what is faster, watch.
+"""The phases of tuning a running job: warm up, record, search in the background, try plans, keep a faster one, watch.
 
 The search runs in a process of its own (`searcher.py`); training goes on, and the answer is taken at the end of a step
 by all ranks alike. A new plan is kept only if alternating blocks of real steps show that it is faster (`verdict.py`).
@@ -32,23 +32,23 @@ from offbeat.timeline.clock import Moment
 WARM_UP_STEPS = 6
 """The engine rebuilds its order after step 4."""
 UNRECORDED_STEPS = 2
-"""The last of these, in that order."""
+"""The last of these phases, in that order."""
 RECORDED_STEPS = 5
 ASKED_STEPS = 3
-"""Steps between two looks at whether the search has answered."""
+"""Steps between two checks for the answer of the search."""
 SETTLING_STEPS = 5
-"""Of a new plan, before it is timed: its order is rebuilt meanwhile."""
+"""Steps of a new plan before it is timed, in which its order is rebuilt."""
 BLOCK_STEPS = 3
-"""Timed steps of a block; one before them, after the switch, is not."""
+"""Timed steps of a block; the first step after the switch is not timed."""
 MOST_STEPS = 120
-"""Spent on trials, for one search."""
+"""Steps spent on the trials of one search."""
 MOST_TRIALS = 3
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
 DDP = "barrier"
-"""The kind of plan that does what DDP does."""
+"""The kind of plan that behaves like DDP."""
 SHORTEST_TRIAL = SETTLING_STEPS + 3 * 2 * (1 + BLOCK_STEPS)
-"""Steps until the first verdict. As many are kept for DDP's way while other plans are on trial."""
+"""Steps until the first verdict. The same number is reserved for a DDP-like plan while other plans are tried."""
 CLOSE, FAR = 0.25, 1.0
 """A plan of another kind is tried too if its prediction exceeds the present plan's real steps by at most this share.
 The second holds for DDP's own way, and for every plan where steps take `SLOW` times what was predicted: replay knows
@@ -62,7 +62,7 @@ start_search: Callable[[], Searcher] = Searcher
 
 
 class Tuner:
-    """Watches one job from its steps' ends and improves its plan."""
+    """Tunes the plan of one job; called at the end of each step."""
 
     def __init__(self, runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str] = ()) -> None:
         self.allow = allow
@@ -84,7 +84,7 @@ class Tuner:
         self.usual = 0.0
         """Seconds of a step with the present plan."""
         self.drifted = False
-        """Steps take another time than they did, so the link may too."""
+        """Step times have changed, so the link may have changed too."""
         self.phases = self._run()
         next(self.phases)
         self.clock = runtime.engine.reports.clock
@@ -95,7 +95,7 @@ class Tuner:
         runtime.refit_hooks.append(self._start_over)
 
     def _start_over(self, graph: ModelGraph) -> None:
-        """The training loop has changed the model: what was measured no longer holds."""
+        """The training loop has changed the model, so the measurements no longer apply."""
         self.graph = graph
         self.phases.close()
         self.phases = self._run()
@@ -145,7 +145,7 @@ class Tuner:
             self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
 
     def _answer(self, searcher: Searcher | None) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
-        """Trains on until the search has answered or failed: whether it answered, and on rank 0 what it found."""
+        """Trains until the search has answered or failed; returns whether it answered and, on rank 0, the answer."""
         while True:
             for _ in range(ASKED_STEPS):
                 yield
@@ -163,7 +163,7 @@ class Tuner:
                 return True, found
 
     def _try(self, chosen: dict[str, Any], most_steps: int) -> Generator[None, None, int]:
-        """Times the plan in force and another in alternating blocks, and goes on with the faster; the steps it took."""
+        """Times the current and another plan in alternating blocks, keeps the faster; returns the steps used."""
         graph, old = self.graph, self.runtime.plan
         self.graph = ModelGraph.from_json(chosen["graph"])
         self._switch(Strategy.from_json(chosen["strategy"]))
@@ -188,7 +188,7 @@ class Tuner:
             self.usual = after
         else:
             self.graph = graph
-        does = "keeps" if kept else "gives up"
+        does = "keeps" if kept else "drops"
         predicted = chosen["seconds"]
         self._tell(
             f"{does} '{chosen['name']}': a step takes {verdict} ({predicted * 1e3:.1f} ms predicted)",
@@ -201,12 +201,12 @@ class Tuner:
         return spent
 
     def _block(self) -> Generator[None, None, float]:
-        """Seconds of a step, in the median of some."""
+        """Median seconds of several steps."""
         yield from self._steps(1)
         return median((yield from self._timed(BLOCK_STEPS)))
 
     def _timed(self, count: int) -> Generator[None, None, list[float]]:
-        """Trains on for some steps; the seconds of each."""
+        """Trains for some steps and returns the seconds of each."""
         steps = []
         for _ in range(count):
             yield
@@ -223,7 +223,7 @@ class Tuner:
         return count
 
     def _go_on_with(self, plan: Plan) -> Plan:
-        """Switches to a plan as it was in force before; the one in force until now."""
+        """Switches back to an earlier plan and returns the one it replaces."""
         before = self.runtime.plan
         self.runtime.switch(plan)
         return before
@@ -247,7 +247,7 @@ class Tuner:
         return traces
 
     def _measure_link(self) -> Generator[None, None, tuple[float, float]]:
-        """Every rank takes part, with one all-reduce after each step; no update must be on the wire meanwhile."""
+        """Every rank takes part, with one all-reduce after each step; no update may be in flight meanwhile."""
         if self.runtime.link is not None and not self.drifted:
             return self.runtime.link
         measuring = link_fit(self.runtime.engine.channels.control, self.runtime.device)
@@ -271,12 +271,12 @@ class Tuner:
         return [zlib.compress(orjson.dumps(lines), 1), *others]
 
     def _watch(self) -> Generator[None, None, None]:
-        """Returns when steps have become longer or shorter for good."""
+        """Returns when step times have changed permanently."""
         off = 0
         while off < 2:
             now = median((yield from self._timed(WATCHED_STEPS)))
             off = off + 1 if self._agree(abs(now / self.usual - 1) > DRIFT) else 0
-        self._tell(f"plans again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
+        self._tell(f"searches again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
         self.usual = now
 
     # What the ranks agree on
@@ -297,7 +297,7 @@ class Tuner:
     # What rank 0 decides
 
     def _request(self, traces: list[bytes]) -> dict[str, Any]:
-        """What the searching process must know."""
+        """The input of the search process."""
         return {
             "traces": [packed.hex() for packed in traces],
             "link": self.runtime.link,
@@ -309,14 +309,14 @@ class Tuner:
         }
 
     def _must_wait(self) -> bool:
-        """Whether no plan can run deferred here: because of the loop, or of what the present one would else do."""
+        """Whether no plan can run deferred here, because of the loop or of the current plan."""
         engine = self.runtime.engine
         asked = self.runtime.plan.strategy.schedule.mode == "barrier"
         return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
 
 
 def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[str, Any] | None:
-    """The quickest candidate of a kind that has not been tried, if it may be quicker than steps of `usual` seconds."""
+    """The fastest candidate of an untried kind, if it may beat steps of `usual` seconds."""
     present = next(each for each in found["candidates"] if each["name"] == "present")
     seen = list(tried)
     for each in found["candidates"]:
@@ -333,7 +333,7 @@ def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[
 
 
 def _predict(graph: str, costs: dict[str, Any], plan: Plan) -> Timeline:
-    """How a plan's step runs at the times of the recorded steps."""
+    """The timeline of a plan's step with the recorded times."""
     # Compiles, which no step must wait for: only who asks for a timeline does.
     from offbeat.simulate import simulate
 

@@ -14,7 +14,7 @@ RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
 def require_script(script: str) -> None:
     """Raises OffbeatError unless the script is a file."""
     if not Path(script).is_file():
-        raise OffbeatError(f"{script}: there is no such script")
+        raise OffbeatError(f"{script}: no such script")
 
 
 def inside_job() -> bool:

@@ -21,7 +21,7 @@ def load_recording(path: str | PathLike[str]) -> Profile | Timeline:
     """Whatever is there, on one clock; `notes` of the timeline say what was left out."""
     place = Path(path)
     if not place.exists():
-        raise OffbeatError(f"{path}: there is no such trace")
+        raise OffbeatError(f"{path}: no such trace")
     if not place.is_dir():
         # In a timeline that Offbeat wrote, its own object comes before the events.
         stream = EventStream(place, ("offbeat",))

@@ -157,7 +157,7 @@ def test_trials_run_on_an_emulated_cluster(emulated_cluster, graph):
 
 
 def test_what_cannot_be_run_is_refused():
-    with pytest.raises(OffbeatError, match=r"nowhere\.py: there is no such script"):
+    with pytest.raises(OffbeatError, match=r"nowhere\.py: no such script"):
         TrialRunner(LocalRanks(2), "nowhere.py")
     with pytest.raises(OffbeatError, match="'train' is neither a script"):
         TrialRunner(LocalRanks(2), "train")

@@ -170,5 +170,5 @@ def test_a_recipe_names_a_builder_that_exists(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="there is no builder 'no'"):
         load_strategy(path)
     path.write_text('{"builder": "ddp", "option": {}}')
-    with pytest.raises(StrategyError, match="option: there is no such field"):
+    with pytest.raises(StrategyError, match="option: no such field"):
         load_strategy(path)

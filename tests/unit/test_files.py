@@ -220,7 +220,7 @@ class Outer(BaseModel):
         ({"items": [{"size": 1}, {"size": 0}]}, "items[1].size: input should be greater than or equal to 1, got 0"),
         ({"items": [{"size": 2}]}, "items[0].size: 2 is even"),
         ({"items": [{}]}, "items[0].size: it is required but not given"),
-        ({"items": [{"size": 1, "Size": "T4"}]}, "items[0].Size: there is no such field, got 'T4'"),
+        ({"items": [{"size": 1, "Size": "T4"}]}, "items[0].Size: no such field, got 'T4'"),
         ({"items": []}, "items: it has too few items, got []"),
         ({"items": 3}, "items: it must be a list, got 3"),
         ({"items": [3]}, "items[0]: it must be a mapping, got 3"),

@@ -221,7 +221,7 @@ def test_a_graph_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypat
 def test_a_field_with_odd_characters_is_named_on_one_line() -> None:
     with pytest.raises(OffbeatError) as caught:
         Strategy.from_json('{"a\\nb": 1}')
-    assert str(caught.value) == "strategy: not a strategy: 'a\\nb': there is no such field, got 1"
+    assert str(caught.value) == "strategy: not a strategy: 'a\\nb': no such field, got 1"
 
 
 def test_millions_of_values_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:

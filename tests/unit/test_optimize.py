@@ -517,7 +517,7 @@ def test_what_recomputing_takes_is_measured_or_called_a_guess():
 
     assert repeating(graph) == pytest.approx(forward)
     assert repeating(timed) == pytest.approx(1.5 * forward)
-    guess = "a guess: what that takes was not timed"
+    guess = "an estimate: its time was not measured"
     for of, guessed in ((graph, True), (timed, False)):
         what = next(each.what for each in explain(again, of, CLUSTER, costs).decisions if each.name == "recompute")
         assert (guess in what) == guessed

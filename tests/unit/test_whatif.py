@@ -406,12 +406,12 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("replay", "missing"), "missing: there is no such trace"),
+        (("replay", "missing"), "missing: no such trace"),
         (("replay", "job", "--what-if", "bandwidth=0"), "is not a factor above 0"),
         (("replay", "job", "-o", "missing/t.json"), "missing/t.json"),
         (("replay", "empty"), "there is no trace in it"),
-        (("profile", "missing.py", "-o", "trace"), "missing.py: there is no such script"),
-        (("calibrate", "-o", "missing/c.yaml"), "there is no folder missing"),
+        (("profile", "missing.py", "-o", "trace"), "missing.py: no such script"),
+        (("calibrate", "-o", "missing/c.yaml"), "no folder missing"),
         (("calibrate", "-n", "1"), "-n"),
     ],
 )

@@ -169,7 +169,7 @@ def check_target(target: str) -> None:
     """Refuses what is neither a script that exists nor the name of a function."""
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise OffbeatError(f"{target}: there is no such script")
+            raise OffbeatError(f"{target}: no such script")
     elif ":" not in target:
         raise OffbeatError(f"{target!r} is neither a script (.py) nor package.module:function")
 
