@@ -109,7 +109,7 @@ def distribute(
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
-            raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
+            raise OffbeatError("distribute: memory_limit needs example_inputs and strategy='auto'")
         from offbeat.search.within import strategy_within
 
         encoding = _encoding_seconds(allow, next(model.parameters()).device, cluster)
@@ -180,7 +180,7 @@ def optimize(
 
     if model is not None:
         if example_inputs is None:
-            raise OffbeatError("optimize: a model is timed on its example_inputs, which are not given")
+            raise OffbeatError("optimize: timing a model needs its example_inputs")
         options["costs"] = options.get("costs") or Costs()
         graph, options["costs"], _ = measure(graph, cluster, options["costs"], model, example_inputs, allow)
     return search(graph, cluster, memory_limit=memory_limit, time_limit=time_limit, allow=allow, **options)
@@ -228,8 +228,8 @@ def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | No
     if device_mesh.ndim != 1:
         names = device_mesh.mesh_dim_names or tuple(range(device_mesh.ndim))
         raise OffbeatError(
-            f"distribute: device_mesh has {device_mesh.ndim} dimensions {list(names)}; pass the data-parallel one, as "
-            f"in mesh[{names[0]!r}]"
+            f"distribute: device_mesh has {device_mesh.ndim} dimensions {list(names)}; pass the data-parallel one, "
+            f"such as mesh[{names[0]!r}]"
         )
     return device_mesh.get_group()
 
@@ -249,8 +249,8 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise OffbeatError(
-            "distribute: optimizer is a ZeroRedundancyOptimizer, which spreads its state over ranks itself; pass the "
-            "optimizer that it wraps, and strategy='sharded' to have each rank keep a part of the state"
+            "distribute: optimizer is a ZeroRedundancyOptimizer, which shards its state itself; pass the wrapped "
+            "optimizer, and strategy='sharded' to shard the state over ranks"
         )
     if timeout is not None and timeout <= timedelta(0):
         raise OffbeatError(f"distribute: timeout must be longer than zero, got {timeout}")
@@ -262,10 +262,10 @@ def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
     from offbeat.search.passes.encoding import allowed_encoders
 
     if not (isinstance(strategy, str) and strategy == "auto"):
-        raise OffbeatError("distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes")
+        raise OffbeatError("distribute: allow needs strategy='auto'; other strategies define their encoders themselves")
     if AMP in allow:
         raise OffbeatError(
-            "distribute: 'amp' is decided before a job starts; offbeat optimize --allow amp --measure makes a strategy"
+            "distribute: 'amp' must be decided before the job starts, with offbeat optimize --allow amp --measure"
         )
     allowed_encoders(allow)
 

@@ -48,7 +48,7 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
     except (OSError, ValueError) as error:
         raise OffbeatError(f"{_name(path)}: cannot read the {what}: {_reason(error)}") from None
     if len(content) > MAX_BYTES:
-        raise OffbeatError(f"{path}: more than the {MAX_BYTES} bytes a {what} file may have")
+        raise OffbeatError(f"{path}: larger than {MAX_BYTES} bytes, the limit for a {what} file")
     return content
 
 
@@ -77,7 +77,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
     """Parsed YAML of any shape. Tags, repeated keys and aliases, by which small files grow large, are refused."""
     _check_text(content, origin, what)
     if len(content) > MAX_YAML_BYTES:
-        raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
+        raise OffbeatError(f"{origin}: larger than {MAX_YAML_BYTES} bytes, the limit for a {what} in YAML")
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         depth = 0
@@ -88,7 +88,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
                 raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_NESTING:
-                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
+                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels")
         return yaml.load(text, Loader=_Loader)
     except OffbeatError:
         raise
@@ -120,12 +120,12 @@ def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> Non
 def _check_path(path: object, what: str) -> None:
     # A number would be taken for an open file.
     if not isinstance(path, str | os.PathLike):
-        raise OffbeatError(f"{what}: the path of its file must be a text or a path, got {quote(path)}")
+        raise OffbeatError(f"{what}: the file must be a string or a path, got {quote(path)}")
 
 
 def _check_text(content: object, origin: str, what: str) -> None:
     if not isinstance(content, str | bytes):
-        raise OffbeatError(f"{origin}: a {what} is read from text or bytes, got {quote(content)}")
+        raise OffbeatError(f"{origin}: a {what} must be text or bytes, got {quote(content)}")
 
 
 def digest(content: Any) -> str:

@@ -70,7 +70,7 @@ def _find(name: str) -> Any:
     except ImportError:
         raise OffbeatError(
             f"torch {torch.__version__} has no {module}.{attribute}, with which Offbeat {purpose}: install another "
-            f"release of torch, or a newer Offbeat"
+            f"torch release or a newer Offbeat"
         ) from None
 
 

@@ -93,7 +93,7 @@ def nodes_of(name: str, nodes: int | None = None) -> tuple[str, tuple[Node, ...]
     known = {listed.lower(): listed for listed in PRESETS}
     listed = known.get(name.lower()) if isinstance(name, str) else None
     if listed is None:
-        raise OffbeatError(f"there is no cluster preset {units.quote(name)}; the presets are {', '.join(PRESETS)}")
+        raise OffbeatError(f"unknown cluster preset {units.quote(name)}; known: {', '.join(PRESETS)}")
     parts = PRESETS[listed]
     if nodes is not None:
         check_node_count(nodes)

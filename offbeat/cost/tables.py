@@ -114,7 +114,7 @@ def closed_form(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec, root: i
         here, there = ranks[0], ranks[-1]
         return LinkFit(cluster.latency(here, there), 1.0 / cluster.bandwidth(here, there))
     if kind not in ROUNDS:
-        raise OffbeatError(f"no collective is called {kind!r}; there are {', '.join(ROUNDS)} and send")
+        raise OffbeatError(f"unknown collective {kind!r}; known: {', '.join(ROUNDS)}, send")
     latency = latency_steps(kind, len(ranks)) * cluster.ring_latency(ranks)
     if kind == "gather" and root is not None:
         if root not in ranks:

@@ -125,7 +125,7 @@ class Emulation:
         if self._keeper is not None:
             raise EmulationError("hosts: this emulated cluster is already running")
         if sys.platform != "linux":
-            raise EmulationError(f"hosts: an emulated cluster needs Linux, and this is {sys.platform}")
+            raise EmulationError(f"hosts: an emulated cluster needs Linux, not {sys.platform}")
         if self._wants_gpu:
             find_control()
             self._gpu = find_gpu()
@@ -296,7 +296,7 @@ class Emulation:
             raise RankError(f"rank {failure.rank} on host{host} {how}{said}", ends)
         late = [str(end.rank) for end in ends if end.outcome == "timed out"]
         if late:
-            raise RankError(f"timeout: after {timeout:g} s these ranks still ran: {', '.join(late)}", ends)
+            raise RankError(f"timeout: ranks still running after {timeout:g} s: {', '.join(late)}", ends)
         return ends
 
     def run_function(self, function: str | Callable[..., Any], *args: Any, timeout: float | None) -> list[Any]:
@@ -352,7 +352,7 @@ class Emulation:
     def _ask_gpu(self, wanted: str) -> dict[str, Any]:
         keeper, _ = self._running(0)
         if self._gpu is None:
-            raise EmulationError("gpu: this emulated cluster was made without one")
+            raise EmulationError("gpu: this emulated cluster was created without one")
         return keeper.ask(gpu=wanted)
 
     def _build(self, kind: Kind) -> None:

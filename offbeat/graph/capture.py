@@ -133,7 +133,7 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError(
-            f"model {name} cannot be traced ({reason}), and it cannot be run instead because its tensors are fake or "
+            f"model {name} cannot be traced ({reason}), and cannot be run instead because its tensors are fake or "
             "on the meta device"
         )
     try:

@@ -145,7 +145,7 @@ class BlockTimes:
     def __post_init__(self) -> None:
         known = all(0 <= seconds < math.inf for pair in self.seconds.values() for seconds in pair)
         if "eager" not in self.seconds or not known:
-            raise OffbeatError(f"block {quote(' '.join(self.modules))} has no seconds that can be compared")
+            raise OffbeatError(f"block {quote(' '.join(self.modules))} has no comparable seconds")
 
     def factor(self, way: Way, phase: Phase) -> float:
         """By how much a phase takes longer that way; 1 where that was not measured."""

@@ -90,7 +90,7 @@ def add_encoders(
     different encoders. Error feedback is kept where the encoder has it.
     """
     if has_communication_hook(model):
-        raise OffbeatError("the DistributedDataParallel model has a communication hook already, and takes only one")
+        raise OffbeatError("the DistributedDataParallel model already has a communication hook; it takes only one")
     plan = _plan(strategy, model.module, graph, cluster)
     encoders: dict[str, Encoder] = {}
     for message in plan.messages:
@@ -181,7 +181,7 @@ def _plan(strategy: Wanted, model: torch.nn.Module, graph: ModelGraph | None, cl
     """The strategy, lowered; StrategyError where DDP cannot run it."""
     joined = dist.is_available() and dist.is_initialized()
     if isinstance(strategy, str) and strategy == "auto" and not joined:
-        raise OffbeatError("strategy 'auto' measures the link: call torch.distributed.init_process_group before")
+        raise OffbeatError("strategy 'auto' measures the link: call torch.distributed.init_process_group first")
     cluster = cluster or ClusterSpec.local(dist.get_world_size() if joined else 1)
     graph = graph or skeleton(model)
     chosen = resolve_strategy(strategy, graph, cluster)

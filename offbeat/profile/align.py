@@ -130,7 +130,7 @@ def apply(timeline: Timeline, alignment: Alignment) -> Timeline:
     """The timeline with every time moved to rank 0's clock, and the alignment's notes added."""
     count, marks = len(alignment.ranks), timeline.marks.copy()
     if marks.size and len(marks) != count:
-        raise OffbeatError(f"alignment: it has {count} ranks, the timeline has step marks of {len(marks)}")
+        raise OffbeatError(f"alignment: {count} ranks, but the timeline has step marks of {len(marks)}")
     times = {name: getattr(timeline, name).copy() for name in ("start", "end", "queued")}
     for row, rank in enumerate(alignment.ranks):
         clock, own = alignment.clock(rank), timeline.rank == rank

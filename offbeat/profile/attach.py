@@ -122,8 +122,8 @@ class ScriptRecorder(Recorder):
         if not self.recording:
             if error is None:
                 raise OffbeatError(
-                    f"{self.folder}: nothing was recorded, because the script made {len(self.ends)} steps "
-                    f"and recording begins after {self.plain_steps}; --plain-steps changes that"
+                    f"{self.folder}: nothing was recorded, because the script ran {len(self.ends)} steps "
+                    f"and recording starts after {self.plain_steps}; see --plain-steps"
                 )
             return
         self.__exit__(type(error) if error else None, error, None)

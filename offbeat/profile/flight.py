@@ -75,7 +75,7 @@ def read_dump(path: str | os.PathLike[str]) -> list[Entry]:
     content = files.read_bytes(path, _WHAT)
     if _PICKLE.match(content):
         raise OffbeatError(
-            f"{path}: this {_WHAT} is a pickle, which is not opened because that may run programs; "
+            f"{path}: this {_WHAT} is a pickle, which is not opened because it may run code; "
             f"write it as JSON with {_HOW}"
         )
     try:

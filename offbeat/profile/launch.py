@@ -30,7 +30,7 @@ def clear_folder(folder: Path) -> None:
             for path in folder.glob(pattern):
                 path.unlink()
     except OSError as error:
-        raise OffbeatError(f"{folder}: a trace cannot be written there: {error.strerror}") from None
+        raise OffbeatError(f"{folder}: cannot write a trace there: {error.strerror}") from None
 
 
 def run_script(

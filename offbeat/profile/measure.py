@@ -189,7 +189,7 @@ def _steady(trace: RankTrace) -> tuple[Step, ...]:
     """The steps after the warm-up."""
     steps = trace.steps[WARM_UP_STEPS:] if len(trace.steps) > 2 * WARM_UP_STEPS else trace.steps
     if not steps:
-        raise OffbeatError(f"{trace.path}: there is no complete step in this trace")
+        raise OffbeatError(f"{trace.path}: contains no complete step")
     return steps
 
 
@@ -202,7 +202,7 @@ def _of_one_plan(traces: list[RankTrace], notes: list[str]) -> tuple[list[RankTr
     kept = {step.number for step in traces[0].steps if step.plan is followed}
     of_plan = [replace(trace, steps=tuple(step for step in trace.steps if step.number in kept)) for trace in traces]
     if not all(trace.steps for trace in of_plan):
-        raise OffbeatError(f"{traces[0].path.parent}: the ranks have no complete step in common")
+        raise OffbeatError(f"{traces[0].path.parent}: no step is complete on all ranks")
     left_out = len(traces[0].steps) - len(kept)
     if left_out:
         notes.append(f"{left_out} of {len(traces[0].steps)} steps followed another plan and are left out")
@@ -323,7 +323,7 @@ def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> Cluster
         notes.append("nothing was measured among ranks of one node; their links are assumed")
     found = ClusterSpec.of_ranks(names, **figures)
     if found is None:
-        notes.append("ranks that share a node do not follow each other; each is taken for a node of its own")
+        notes.append("ranks that share a node are not consecutive; each is treated as its own node")
         return ClusterSpec.of_ranks([str(rank) for rank in range(world)], **figures)  # type: ignore[return-value] # distinct
     return found
 

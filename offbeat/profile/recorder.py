@@ -107,7 +107,7 @@ class Recorder:
         """Ends a step and writes what was noted since the last call."""
         now = self.clock.now()
         if not self.recording:
-            raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
+            raise OffbeatError("recorder.step() was called outside the recorder's 'with' block")
         if not self.kind:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
@@ -365,7 +365,7 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
         except OSError as error:
-            raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
+            raise OffbeatError(f"{self.folder}: cannot write a trace there: {error.strerror}") from None
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self.file is not None
@@ -373,7 +373,7 @@ class Recorder:
             self.file.write(orjson.dumps(line) + b"\n")
             self.file.flush()
         except OSError as error:
-            raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
+            raise OffbeatError(f"{self.file.name}: cannot write the trace: {error.strerror}") from None
 
 
 def _last_moments(line: dict[str, Any]) -> list[Moment]:

@@ -47,10 +47,10 @@ def replay_trace(
     `stragglers` gives by rank how many times as long its computing takes.
     """
     if not len(timeline):
-        raise OffbeatError("timeline: it has no spans, so there is nothing to replay")
+        raise OffbeatError("timeline: no spans, so there is nothing to replay")
     for rank in stragglers or ():
         if rank not in timeline.ranks:
-            raise OffbeatError(f"straggler: there is no rank {rank}, the trace has ranks {list(timeline.ranks)}")
+            raise OffbeatError(f"straggler: rank {rank} is not among the trace's ranks {list(timeline.ranks)}")
     if not timeline.marks.size:
         # A timeline without steps counts as one step.
         own = [timeline.rank == rank for rank in timeline.ranks]

@@ -126,7 +126,7 @@ def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
     kept = part.marks.shape[1] - 1
     if kept < len(steps):
         notes.append(f"what-ifs are replays of the last {kept} of {len(steps)} steps")
-    notes.append("the trace does not contain the job's plan, so other strategies and encodings cannot be replayed")
+    notes.append("the trace does not tell the job's plan, so other strategies and encodings cannot be replayed")
     return WhatIfs(timeline.iteration_time, tuple(rows), None, tuple(notes))
 
 

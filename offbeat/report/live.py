@@ -235,7 +235,7 @@ class Session:
         """Searches for the best strategy on these links, devices and workers; it is 'optimised' from then on."""
         state = self._checked(state)
         if self.profile is None:
-            raise OffbeatError("search: the trace does not tell the job's plan, so there is nothing to search in")
+            raise OffbeatError("search: the trace does not tell the job's plan, so there is nothing to search")
         here = state.model_copy(update={"strategy": RECORDED, "wire": "recorded"})
         plan, costs = self._plan(here)
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
@@ -259,7 +259,7 @@ class Session:
             if state.differs(kind):
                 raise OffbeatError(f"{kind}: {why}")
         if state.strategy not in (RECORDED, OPTIMISED, *builders()):
-            raise OffbeatError(f"strategy: there is no {quote(state.strategy)}; there are {', '.join(builders())}")
+            raise OffbeatError(f"strategy: unknown strategy {quote(state.strategy)}; known: {', '.join(builders())}")
         if state.strategy == OPTIMISED and not self._found:
             raise OffbeatError("strategy: 'optimised' is not known before a search")
         for field in () if self._planned(state) else ("wire", "workers"):
@@ -330,8 +330,8 @@ class Session:
         served = _parts_on_servers(strategy)
         if served * cluster.world_size > MOST_SERVER_PARTS:
             raise OffbeatError(
-                f"strategy {strategy.name!r}: {served} parts on servers for {cluster.world_size} workers take too long "
-                f"for this page; offbeat replay has no such limit"
+                f"strategy {strategy.name!r}: {served} shards on servers for {cluster.world_size} workers take too "
+                f"long for this page; offbeat replay has no such limit"
             )
         moved = replace(moved, cluster=cluster, costs=costs, strategy=strategy)
         rest = [change for change in state.changes() if change.kind in ("compute", "wire", "straggler")]

@@ -109,7 +109,7 @@ class FsdpRuntime:
         return map_state(state, lambda index, _, value: _part(value, parameters.get(index)))
 
     def release(self) -> None:
-        raise StrategyError("this model is fully sharded already, which cannot be undone: distribute a new one")
+        raise StrategyError("this model is already fully sharded, which cannot be undone: distribute a new one")
 
 
 class FullyShardedModel(_Sharded):
@@ -173,7 +173,7 @@ def _share_state(model: nn.Module, world: TorchWorld) -> None:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
-                raise StrategyError(f"{name!r} is on the meta device: fsdp needs a model with values")
+                raise StrategyError(f"{name!r} is on the meta device: fsdp needs an initialised model")
             if tensor.numel():
                 value = tensor.detach().to(world.device).contiguous()
                 world.broadcast(value, 0)

@@ -101,8 +101,8 @@ class Region:
         """A module was not given what the one before returned, or was left out."""
         if self.together:
             raise StrategyError(
-                f"fusion: {self.paths[place]!r} does not run on what {self.paths[place - 1]!r} returned in every "
-                f"step, so the two cannot be one region"
+                f"fusion: {self.paths[place]!r} does not take the output of {self.paths[place - 1]!r} in every "
+                f"step, so the two cannot form one region"
             )
         self._take_apart("they do not run one after another")
         self.compiled, self.reached = self._each(), None

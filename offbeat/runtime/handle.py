@@ -65,7 +65,7 @@ class Handle:
         searched. The first call compiles for some seconds."""
         if self._runtime.predict is None:
             raise OffbeatError(
-                "model.offbeat.timeline(): no step has been recorded here; 'auto' records some, on rank 0"
+                "model.offbeat.timeline(): no step has been recorded here; only 'auto' records steps, on rank 0"
             )
         return self._runtime.predict(self.plan)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def join(runtime: "Runtime") -> Generator[None, None, None]:
     """Around a training loop that may end earlier on some ranks; one forward for each backward pass."""
     if any(message.asynchronous for message in runtime.plan.messages):
-        raise StrategyError("join() is for synchronous strategies: asynchronous servers wait for nobody anyway")
+        raise StrategyError("join() is for synchronous strategies: asynchronous servers never wait for other ranks")
 
     def before_forward() -> None:
         if torch.is_grad_enabled() and runtime.model.training:

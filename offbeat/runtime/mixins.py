@@ -68,7 +68,7 @@ class DistributedModel(ModelHooks):
 
     def _before_wrapping(self, wrapper: str) -> None:
         raise StrategyError(
-            f"this model is distributed by Offbeat already: leave out {wrapper}, which would exchange its gradients "
+            f"Offbeat already distributes this model: remove {wrapper}, which would exchange its gradients "
             f"a second time"
         )
 
@@ -109,7 +109,7 @@ class DistributedOptimizer(_Optimizer):
         if self._offbeat.before_step:
             raise StrategyError("step() with a closure inside join(): ranks without data could not follow it")
         if not engine.all_replicated:
-            raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
+            raise StrategyError("step() with a closure needs a strategy in which every replica updates every variable")
         return engine.closure_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

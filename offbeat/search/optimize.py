@@ -87,8 +87,8 @@ def search(
     allowed_encoders(problem.allow)
     if AMP in problem.allow and not any("bf16" in block.seconds for block in graph.blocks):
         raise OffbeatError(
-            "allow: 'amp' is decided by what the model's blocks take under autocast, which was not measured; give "
-            "optimize() the model and its example_inputs, or --measure to the command"
+            "allow: 'amp' needs the times of the model's blocks under autocast, which were not measured; pass the "
+            "model and its example_inputs to optimize(), or --measure on the command line"
         )
     chosen = select_passes(passes)
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
@@ -156,7 +156,7 @@ def _made_to_fit(
     assert problem.memory_limit is not None
     raise OffbeatError(
         f"memory_limit: {format_bytes(problem.memory_limit)} is not enough for {problem.graph.name!r}: "
-        f"the least that was found is {format_bytes(least.peak_bytes)} ({', '.join(least.decisions)})"
+        f"the smallest peak found is {format_bytes(least.peak_bytes)} ({', '.join(least.decisions)})"
     )
 
 

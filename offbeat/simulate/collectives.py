@@ -128,7 +128,7 @@ def add_collective(
             return added.chain((root + 1 + np.arange(width)) % width, size, chunks)
         case "push" | "pull":
             return added.star(root, size, inward=kind == "push")
-    raise OffbeatError(f"no collective is called {kind!r}")
+    raise OffbeatError(f"unknown collective {kind!r}")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def simulate(
         raise OffbeatError(f"steps: {steps} is less than {SHOWN_STEPS}, which a steady state needs")
     if plan.rank is not None and (expand or any(task.root is not None for task in plan.tasks)):
         why = "all ranks are expanded" if expand else "its tasks have roots"
-        raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all")
+        raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all ranks")
     costs = costs or Costs()
     roles = find_roles(plan, costs.compute_scale, fold and not expand)
     built = (ExpandedSteps if expand else Steps)(plan, costs, roles, steps)

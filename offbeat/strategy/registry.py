@@ -27,7 +27,7 @@ def register_builder(name: str) -> Callable[[Builder], Builder]:
     def register(build: Builder) -> Builder:
         known = _builders.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (build.__module__, build.__qualname__):
-            raise StrategyError(f"a builder named {name!r} exists already: {known.__module__}.{known.__qualname__}")
+            raise StrategyError(f"a builder named {name!r} already exists: {known.__module__}.{known.__qualname__}")
         _builders[name] = build
         return build
 
@@ -43,7 +43,7 @@ def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options
     """The strategy the named builder makes for this model on this cluster."""
     build = _builders.get(name)
     if build is None:
-        raise StrategyError(f"there is no builder {name!r}; there are {', '.join(builders())}")
+        raise StrategyError(f"unknown builder {name!r}; known: {', '.join(builders())}")
     accepted = tuple(inspect.signature(build).parameters.values())[2:]
     named = {parameter.name: parameter for parameter in accepted if parameter.kind is not parameter.VAR_KEYWORD}
     unknown = [option for option in options if option not in named]
@@ -90,7 +90,7 @@ def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
     with files.problems_named(f"{path}: not a strategy", StrategyError):
         recipe = Recipe.model_validate(raw)
     if recipe.builder not in _builders:
-        raise StrategyError(f"{path}: there is no builder {recipe.builder!r}; there are {', '.join(builders())}")
+        raise StrategyError(f"{path}: unknown builder {recipe.builder!r}; known: {', '.join(builders())}")
     return recipe
 
 

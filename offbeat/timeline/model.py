@@ -149,7 +149,7 @@ class Timeline:
     def iteration_time(self) -> float:
         """Seconds of a typical step: the median over steps."""
         if not len(self.step_seconds):
-            raise OffbeatError("timeline: it has no step marks, so its iteration time is unknown")
+            raise OffbeatError("timeline: no step marks, so its iteration time is unknown")
         return float(np.median(self.step_seconds))
 
     def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> "Timeline":

@@ -163,5 +163,5 @@ def test_what_cannot_be_run_is_refused():
         TrialRunner(LocalRanks(2), "train")
     with pytest.raises(OffbeatError, match="ranks: 0 is not at least 1"):
         LocalRanks(0)
-    with pytest.raises(OffbeatError, match="cannot be run once by itself"):
+    with pytest.raises(OffbeatError, match="failed in a single-process run"):
         TrialRunner(LocalRanks(1), "tuning_targets:missing", (), SHORT).discover()

@@ -229,8 +229,8 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("plan", "vgg17", "--cluster", "B9"), "no model is called 'vgg17'"),
-        (("plan", "mlp", "--cluster", "B99"), "no cluster preset 'B99'"),
+        (("plan", "vgg17", "--cluster", "B9"), "unknown model 'vgg17'"),
+        (("plan", "mlp", "--cluster", "B99"), "unknown cluster preset 'B99'"),
         (("plan", "mlp", "--cluster", "missing.yaml"), "missing.yaml: cannot read the cluster"),
         (("plan", "mlp", *SMALL, "--strategy", "al_reduce"), "'al_reduce' is neither a builder"),
         (("plan", "mlp", *SMALL, "--strategy", "ps", "--option", "server=9"), "rank 9 is outside"),
@@ -255,7 +255,7 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("emulate", "--", "no_such_script.py"), "no_such_script.py: no such script"),
         (("emulate", "--", "no-such-program"), "no-such-program: no such program"),
         (("demo", "--bandwidth", "fast"), "'fast' is not a number with a unit"),
-        (("demo", "--model", "vgg17"), "no model is called 'vgg17'"),
+        (("demo", "--model", "vgg17"), "unknown model 'vgg17'"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -481,7 +481,7 @@ def test_local():
 
 
 def test_unknown_presets_list_the_known_ones():
-    with pytest.raises(OffbeatError, match=r"there is no cluster preset 'B13'; the presets are A1, .*, a10g$"):
+    with pytest.raises(OffbeatError, match=r"unknown cluster preset 'B13'; known: A1, .*, a10g$"):
         ClusterSpec.preset("B13")
     with pytest.raises(OffbeatError, match="nodes: 3 does not fit preset 'B9', whose nodes are of several kinds"):
         ClusterSpec.preset("B9", nodes=3)

@@ -217,15 +217,15 @@ def test_a_saved_timeline_is_a_recording(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "part"),
     [
-        ({}, "there is no trace in it"),
+        ({}, "contains no traces"),
         ({"rank0.json": b""}, "rank0.json"),
         ({"rank0.json": b'{"traceEvents": [{"ph": "X", "ts'}, "rank0.json"),
         ({"rank0.json": b"\x1f\x8b\x08\x00broken"}, "rank0.json"),
         ({"notes.json": b"[1, 2, 3]"}, "notes.json"),
         ({"deep.json": b"[" * 100_000}, "deep.json"),
-        ({"rank0.jsonl": b""}, "its first line says no"),
+        ({"rank0.jsonl": b""}, "its first line lacks"),
         ({"rank0.jsonl": b'{"offbeat_trace": 2}\n'}, "not a trace of Offbeat's recorder: rank: it is required"),
-        ({"rank0.jsonl": b'{"offbeat_trace": 1}\n'}, "its first line says no 'offbeat_trace': 2"),
+        ({"rank0.jsonl": b'{"offbeat_trace": 1}\n'}, "its first line lacks 'offbeat_trace': 2"),
         ({"rank0.jsonl": b"\x00\xff\n"}, "not a trace"),
     ],
 )

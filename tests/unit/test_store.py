@@ -101,7 +101,7 @@ def test_what_is_no_store_is_refused_in_one_sentence(tmp_path):
         TrialStore(tmp_path / "text")
     with pytest.raises(OffbeatError, match="cannot open the trial store"):
         TrialStore(tmp_path / "no" / "folder.sqlite")
-    with pytest.raises(ValueError, match="must be positive, not None"):
+    with pytest.raises(ValueError, match="must have positive seconds, not None"):
         Trial(trial(0).strategy, "done")
 
 

@@ -348,7 +348,7 @@ def test_functions_are_known_to_trials_by_name(monkeypatch):
     assert target_name("train.py") == "train.py"
     assert target_name(Path("a/train.py")) == "a/train.py"
     assert target_name(build_strategy) == f"{build_strategy.__module__}:build_strategy"
-    with pytest.raises(OffbeatError, match="not a function at the top of a module"):
+    with pytest.raises(OffbeatError, match="not a top-level function of a module"):
         target_name(lambda: None)
 
     def build():

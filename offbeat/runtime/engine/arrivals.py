@@ -60,7 +60,7 @@ class Arrivals:
             return
         if name in self.complete:
             raise StrategyError(
-                f"parameter {name!r} got a further gradient after it had been sent: a checkpointed module that is "
+                f"parameter {name!r} got another gradient after it was sent: a checkpointed module that is "
                 f"used more often in some steps needs use_reentrant=False"
             )
         if self.calls[name] >= self.expected[name]:
@@ -90,6 +90,6 @@ class Arrivals:
 
 def _refuse(name: str, _: torch.Tensor) -> None:
     raise StrategyError(
-        f"parameter {name!r} gets a gradient, which it did not get in the step that was captured; give distribute() "
-        f"example_inputs that use it, or none"
+        f"parameter {name!r} got a gradient, but none in the captured step; pass example_inputs to distribute() that "
+        f"use it, or none"
     )

@@ -36,7 +36,7 @@ class UnusedParameters:
             if absent:
                 raise StrategyError(
                     f"parameter {absent[0]!r} got no gradient in this step, but every parameter did in the first: "
-                    f"give distribute() find_unused_parameters=True, so that ranks ask each other in every step"
+                    f"pass find_unused_parameters=True to distribute(), so that ranks check this in every step"
                 )
             return
         self.used.fill_(1)

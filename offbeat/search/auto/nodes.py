@@ -81,7 +81,7 @@ class LeadNode(AbstractContextManager["LeadNode"]):
         """What is known of these nodes before anything is measured: how many there are, with how many ranks."""
         if len(set(self.ranks)) > 1:
             counts = ", ".join(map(str, self.ranks))
-            raise OffbeatError(f"the nodes have {counts} ranks; a cluster file must say what they are")
+            raise OffbeatError(f"the nodes have {counts} ranks; pass a cluster file that describes them")
         return ClusterSpec.homogeneous(nodes=self.meeting.nodes, devices_per_node=self.ranks[0])
 
     def close(self) -> None:

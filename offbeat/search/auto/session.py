@@ -75,12 +75,12 @@ def target_name(target: Target) -> str:
         return fspath(target)
     module, name = target.__module__, target.__qualname__
     if not name.isidentifier():
-        raise OffbeatError(f"target: {name!r} is not a function at the top of a module, so trials cannot import it")
+        raise OffbeatError(f"target: {name!r} is not a top-level function of a module, so trials cannot import it")
     if module == "__main__":
         # Trials import the running script as a module; its folder is on their path as it is on this process's.
         script = getattr(sys.modules["__main__"], "__file__", None)
         if script is None:
-            raise OffbeatError(f"target: {name!r} was made in an interactive session; put it in a file to tune it")
+            raise OffbeatError(f"target: {name!r} was defined in an interactive session; put it in a file to tune it")
         module = Path(script).stem
     return f"{module}:{name}"
 
@@ -90,7 +90,7 @@ def _search_name(store: TrialStore | None, graph_digest: str, cluster_digest: st
     if not resume:
         return time.strftime("%Y-%m-%dT%H:%M:%S")
     if store is None:
-        raise OffbeatError("resume: a search needs the store that its trials were kept in")
+        raise OffbeatError("resume: a search needs the store of its trials")
     known = [trial.search for trial in store.trials(graph_digest, cluster_digest, source="measured")]
     if not known:
         raise OffbeatError(f"resume: {store.path} has no search for this model on this cluster")

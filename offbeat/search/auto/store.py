@@ -92,7 +92,7 @@ class Trial:
     @model_validator(mode="after")
     def _is_timed(self) -> "Trial":
         if self.status == "done" and not (self.seconds is not None and self.seconds > 0):
-            raise OffbeatError(f"seconds of a trial that is done must be positive, not {self.seconds!r}")
+            raise OffbeatError(f"a completed trial must have positive seconds, not {self.seconds!r}")
         return self
 
     @property
@@ -221,7 +221,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         query = "SELECT graph, cluster FROM domains WHERE graph_digest = ? AND cluster_digest = ?"
         rows = self._read(query, *domain.digests)
         if not rows:
-            raise OffbeatError(f"{self.path}: there is no domain {domain.name!r}")
+            raise OffbeatError(f"{self.path}: no domain {domain.name!r}")
         graph = ModelGraph.from_json(_unpacked(rows[0][0], self.path), origin=self.path)
         return graph, ClusterSpec.from_json(_text(rows[0][1], self.path), origin=self.path)
 
@@ -250,7 +250,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             try:
                 target.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OffbeatError(f"{target}: cannot make the folder: {error.strerror}") from None
+                raise OffbeatError(f"{target}: cannot create the folder: {error.strerror}") from None
             graph, cluster = self.load_domain(domain)
             trials = [vars(t) | {"strategy": json.loads(t.strategy.to_json())} for t in self.trials(*domain.digests)]
             lines = [json.dumps(trial, separators=(",", ":"), allow_nan=False) + "\n" for trial in trials]
@@ -264,7 +264,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         """Reads what `export` wrote; trials that are known already are left out. How many were new."""
         found = sorted(Path(folder).glob("*/trials.jsonl"))
         if not found:
-            raise OffbeatError(f"{folder}: holds no domain, which is a folder with graph.json and trials.jsonl")
+            raise OffbeatError(f"{folder}: contains no domain, which is a folder with graph.json and trials.jsonl")
         # Everything is read before anything is stored, so that a bad file leaves the store as it was.
         domains = []
         for path in found:
@@ -282,7 +282,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         known = {_plain(statement) for statement in _SCHEMA.split(";")}
         for kind, name, statement in self._connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
             if statement is not None and _plain(str(statement)) not in known:
-                raise OffbeatError(f"{self.path}: not a trial store: it holds the {kind} {quote(name)}, which none has")
+                raise OffbeatError(f"{self.path}: not a trial store: it contains the unknown {kind} {quote(name)}")
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Waits for the disk at every commit, so that a trial survives a power cut as well.
         self._connection.execute("PRAGMA synchronous = FULL")

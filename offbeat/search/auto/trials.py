@@ -116,7 +116,7 @@ class TrialRunner:
         found = lines[0] if lines else {}
         if found.get("status") != "done":
             said = found.get("error") or _failure(ends, self.options.timeout_seconds)[1]
-            raise OffbeatError(f"{self.target}: cannot be run once by itself: {said}")
+            raise OffbeatError(f"{self.target}: failed in a single-process run: {said}")
         graph = ModelGraph.from_json(json.dumps(found["graph"]), origin=self.target)
         return with_compute_seconds(graph, found["forward_seconds"], found["backward_seconds"])
 

@@ -118,7 +118,7 @@ class TuneResult:
     @property
     def strategy(self) -> Strategy:
         if self.best is None:
-            raise OffbeatError(f"none of the {len(self.trials)} trials came to its end, so there is no best strategy")
+            raise OffbeatError(f"none of the {len(self.trials)} trials completed, so there is no best strategy")
         return self.best.strategy
 
 
@@ -228,7 +228,7 @@ class _Search:
                 best_of.setdefault(strategy.name, strategy)
             chosen = _distinct([*list(best_of.values())[: max(1, 3 * count // 4)], *chosen])[:count]
         if not chosen:
-            raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
+            raise OffbeatError(f"all strategies in the search space of {self.graph.name!r} have been tried")
         predicted = self.guide.predict(chosen).tolist()
         best = self.best
         for trial, seconds in zip(self.run(chosen, None if best is None else best.seconds), predicted, strict=False):
@@ -330,11 +330,11 @@ class _Search:
         name, resume = self.options.search, self.options.resume
         if self.store is None:
             if resume:
-                raise OffbeatError(f"resume: search {name!r} needs the trial store it was stored in")
+                raise OffbeatError(f"resume: search {name!r} needs its trial store")
             return []
         known = self.store.trials(self.graph.digest, self.cluster.digest, search=name)
         if known and not resume:
-            raise OffbeatError(f"search {name!r} has {len(known)} trials already: resume it, or give another name")
+            raise OffbeatError(f"search {name!r} already has {len(known)} trials: resume it, or choose another name")
         return known
 
     def _use_earlier(self, store: TrialStore) -> None:

@@ -45,7 +45,7 @@ def allowed_encoders(allow: Sequence[str]) -> tuple[Encoder, ...]:
 def _encoder(text: str) -> Encoder:
     name, _, value = text.partition(":")
     if name not in ENCODERS:
-        raise OffbeatError(f"allow: there is no encoder {name!r}; there are {', '.join(ENCODERS)}, and amp")
+        raise OffbeatError(f"allow: unknown encoder {name!r}; known: {', '.join(ENCODERS)}, amp")
     known = ENCODERS[name]
     if not value:
         return known

@@ -136,7 +136,7 @@ def register_pass(name: str, *, aim: Aim = "speed", order: int = 100) -> Callabl
 
     def register(propose: Propose) -> Propose:
         if name in PASSES:
-            raise OffbeatError(f"a pass named {name!r} exists already: {PASSES[name].propose.__module__}")
+            raise OffbeatError(f"a pass named {name!r} already exists: {PASSES[name].propose.__module__}")
         PASSES[name] = Pass(name, propose, aim, order)
         return propose
 
@@ -151,5 +151,5 @@ def select_passes(names: Sequence[str] | None) -> list[Pass]:
     for name in names or ():
         if name not in PASSES:
             there = ", ".join(each.name for each in ordered)
-            raise OffbeatError(f"passes: there is no pass {name!r}; there are {there}")
+            raise OffbeatError(f"passes: unknown pass {name!r}; known: {there}")
     return [each for each in ordered if names is None or each.name in names]

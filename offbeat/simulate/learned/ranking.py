@@ -112,7 +112,7 @@ class Simulator:
             if header["format"] != FORMAT:
                 raise OffbeatError(f"{origin}: format {header['format']!r} is not one this Offbeat reads ({FORMAT})")
             if (tuple(header["nodes"]), tuple(header["whole"])) != (NODE_NAMES, WHOLE_NAMES):
-                raise OffbeatError(f"{origin}: the simulator was trained on other features than this Offbeat's")
+                raise OffbeatError(f"{origin}: the simulator was trained on features of another Offbeat version")
             made = cls(header["kind"], hidden=header["hidden"], seed=header["seed"])
             state = {name.removeprefix("state."): torch.from_numpy(value) for name, value in arrays.items()}
             made.model.load_state_dict(state)
