@@ -1,4 +1,4 @@
-"""The public verbs that wire several stages together."""
+"""The public functions that combine several stages."""
 
 import contextlib
 import os
@@ -29,19 +29,19 @@ from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
-"""Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
+"""Below this, any backward pass hides a step's traffic, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
-"""Set by `offbeat run`: what "auto" stands for in this job."""
+"""Set by `offbeat run`: the strategy that replaces "auto" in this job."""
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"
-"""Set by `offbeat run --servers`: the ranks that hold no replica, separated by commas."""
+"""Set by `offbeat run --servers`: the ranks that hold no replica, comma-separated."""
 CALLED_VARIABLE = "OFFBEAT_CALLED"
-"""Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
+"""Set by `offbeat run`: a file that distribute() creates, so that a script which never calls it is detected."""
 MIN_BUCKET_BYTES = 2**18
 MOST_GPU_MESSAGES = 24
 """At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
-"""What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
+"""What a user may pass as a strategy: "auto", a builder's name, a file's path, or a Strategy."""
 GivenModel = TypeVar("GivenModel", bound=torch.nn.Module)
 GivenOptimizer = TypeVar("GivenOptimizer", bound=Optimizer)
 
@@ -143,7 +143,7 @@ def distribute(
 
 
 def _tune(runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str]) -> None:
-    """Looks for a better plan while the job runs; one with servers keeps its first and says so."""
+    """Searches for a better plan while the job runs; a job with servers keeps its first plan and says so."""
     if len(runtime.plan.replicas) < runtime.world.size:
         name = runtime.plan.strategy.name
         tell(runtime, Decision(0, f"a job with servers that hold no replica keeps its first plan, {name}"))
@@ -194,7 +194,7 @@ def measure(
     example_inputs: Any,
     allow: Sequence[str],
 ) -> tuple[ModelGraph, Costs, list[str]]:
-    """(graph, costs, notes) with what the model's blocks and the allowed encoders take on the model's device."""
+    """(graph, costs, notes) with the times of the model's blocks and the allowed encoders on the model's device."""
     from offbeat.profile.blocks import time_blocks
     from offbeat.search.passes import AMP
 
@@ -220,7 +220,7 @@ def _server_ranks(text: str) -> tuple[int, ...]:
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group that the user names; None for the whole job."""
+    """The process group given by the user; None for the whole job."""
     if device_mesh is None:
         return process_group
     if process_group is not None:
@@ -257,7 +257,7 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
 
 
 def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
-    """Refuses what "auto" could not choose in a job under way."""
+    """Rejects encoders that "auto" could not choose in a running job."""
     from offbeat.search.passes import AMP
     from offbeat.search.passes.encoding import allowed_encoders
 
@@ -273,7 +273,7 @@ def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
 def resolve_strategy(
     strategy: Wanted, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld | None = None
 ) -> Strategy:
-    """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
+    """A Strategy from anything a user may pass as one; "auto" measures the link of the job `world`."""
     if isinstance(strategy, str) and strategy == "auto":
         return _starting_strategy(graph, cluster, world or torch_world())
     if isinstance(strategy, str) and strategy in builders():
@@ -285,7 +285,7 @@ def resolve_strategy(
 
 
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
-    """A plan fit for the link as it is measured now: overlapped into the next forward where the network takes time.
+    """A plan that suits the measured link: updates overlap the next forward where the network takes time.
 
     A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
     short enough that there are some to choose from.
@@ -302,7 +302,7 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
 
 
 def join_job(timeout: timedelta | None = None) -> None:
-    """Joins the process group of the launcher's environment, unless the user has made one."""
+    """Joins the process group of the launcher's environment, unless the user has created one."""
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -320,7 +320,7 @@ def join_job(timeout: timedelta | None = None) -> None:
 
 
 def _this_cluster(world: TorchWorld) -> ClusterSpec:
-    """The nodes that the job's ranks say they run on."""
+    """The nodes on which the job's ranks run, as the ranks report them."""
     nodes = world.all_gather_object(this_place().node)
     if world.device.type == "cuda":
         return ClusterSpec.of_ranks(nodes, device=torch.cuda.get_device_name()) or ClusterSpec.local(world.size)

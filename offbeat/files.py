@@ -1,4 +1,4 @@
-"""A path → validated data; data → a file that is either whole or absent.
+"""Read files as validated data, and write files atomically.
 
 Every file that users write or exchange passes through here, so that a bad one gives one sentence that names the file,
 the field and the value.
@@ -39,7 +39,7 @@ _PHRASES = {
 
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
-    """The file's content, or one sentence saying why there is none."""
+    """The file's content, or a one-sentence error."""
     _check_path(path, what)
     try:
         with open(path, "rb") as stream:
@@ -97,7 +97,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Writes the whole file or none of it."""
+    """Writes the whole file or nothing."""
     _check_path(path, what)
     target = Path(path)
     temporary = target.parent / f".{target.name[:32]}.{os.getpid()}-{secrets.token_hex(4)}"
@@ -136,7 +136,7 @@ def digest(content: Any) -> str:
 
 @contextmanager
 def problems_named(origin: str, kind: type[OffbeatError] = OffbeatError) -> Iterator[None]:
-    """Inside, what pydantic finds wrong becomes one sentence that begins with `origin`."""
+    """Turns pydantic's errors inside the block into one sentence that begins with `origin`."""
     try:
         yield
     except ValidationError as error:
@@ -165,7 +165,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # chosen when imported
-    """The safe loader, several times faster where libyaml is there; it refuses a key given twice."""
+    """The safe loader, several times faster with libyaml; it rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What the error says, without line breaks and not too long."""
+    """The error's text, without line breaks and shortened."""
     return " ".join(str(error).split())[:160]
 
 

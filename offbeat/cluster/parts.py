@@ -1,4 +1,4 @@
-"""The parts of a cluster: Node (a machine), Link (a path unlike the others), CollectiveTable (measured collectives).
+"""The parts of a cluster: Node (a machine), Link (a path that differs), CollectiveTable (measured collectives).
 
 Sizes are bytes, rates bytes or FLOP per second, times seconds. A file may write any of them with a unit.
 """

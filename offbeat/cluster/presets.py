@@ -1,4 +1,4 @@
-"""A preset's name → its nodes.
+"""The nodes of each cluster preset.
 
 Clusters of the papers: A1, A2 and B1 to B12 of AutoSync (supplement, Table 2), the testbeds of PACE, dPRO (section 7.1)
 and TensorOpt (section 5); and common ones of today. Bandwidths are the papers'. The papers trained in single precision,

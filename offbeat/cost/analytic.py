@@ -1,4 +1,4 @@
-"""Plan → seconds and features, by AutoSync's predefined model (its supplement, sections 1 to 3).
+"""AutoSync's predefined cost model: seconds and features of a plan (its supplement, sections 1 to 3).
 
     T = max(T_comp, T_sync)                                         (Eq. 1)  `compute_seconds`, `sync_seconds`
     T_PS(v) = Σ_k I_d(j,k) r_k c(m)/b_jk  +  φ Σ_k I_d(j,k) r_k  +  δ             (Eq. 2)  `_server_features`

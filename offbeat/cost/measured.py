@@ -1,5 +1,4 @@
-"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's tables and links;
-plan → seconds of its updates.
+"""Seconds of a task on the network, from measurements or else the cluster's tables and links; seconds of updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's

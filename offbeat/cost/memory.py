@@ -1,4 +1,4 @@
-"""Plan + rank → MemoryEstimate: the bytes of each kind of tensor at the moment the rank holds most.
+"""Estimate the peak memory of a rank: the bytes of each kind of tensor at the peak.
 
 The estimate replays the operators in the order of the plan's segments, as dPRO estimates peak memory from its dataflow
 graph (section 5, table 3). A result is allocated when its operator runs and freed after its last reader; of a forward

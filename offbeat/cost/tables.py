@@ -1,4 +1,4 @@
-"""A collective, its ranks and its bytes → seconds: from the cluster's measured tables, else from its links.
+"""Seconds of a collective from the cluster's measured tables, otherwise from its links.
 
 TensorOpt (section 3.2) measures each collective under each device partitioning at sizes 2^i and interpolates the
 *bandwidth* between two sizes, because latency rules small messages and groups contend for links (`interpolate`). Where

@@ -1,4 +1,4 @@
-"""Number of hosts + bandwidth → an emulated cluster on this machine, in which programs run as one process per rank.
+"""An emulated cluster on this machine, which runs programs with one process per rank.
 
 Each host is a network namespace with a name and an address of its own, joined to a switch by a link of the given
 bandwidth in each direction. Without the right to make namespaces the ranks share this machine's loopback, unshaped.

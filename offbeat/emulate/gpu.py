@@ -1,4 +1,4 @@
-"""One GPU → shared by the hosts of an emulated cluster, through NVIDIA's Multi-Process Service (MPS).
+"""Share one GPU among the hosts of an emulated cluster through NVIDIA's Multi-Process Service (MPS).
 
 Without MPS the kernels of several processes take turns on a GPU, and every small collective waits for its turn. The
 control daemon belongs to the keeper of the emulation (`offbeat.emulate.keeper`) and ends with it.

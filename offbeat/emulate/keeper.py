@@ -1,4 +1,4 @@
-"""Requests on standard input → the namespaces and links of one emulated cluster, for as long as its owner lives.
+"""The keeper process, which owns the namespaces and links of one emulated cluster while its parent lives.
 
 The keeper is a process of its own (`KeeperProcess` starts it), so that nothing is left behind when its owner dies. It
 lives in the switch's network namespace, and every host's namespaces are held by a child that only sleeps and dies with

@@ -1,4 +1,4 @@
-"""nn.Module + example batch → ModelGraph, by whichever way of tracing the model allows."""
+"""Capture a model and an example batch as a ModelGraph, with the best tracing method the model allows."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model, example inputs and a loss function → one training step that runs on stand-ins for the model's tensors.
+"""Build one training step that runs on stand-ins for the model's tensors.
 
 Both ways of capturing run the user's forward on other tensors than the model's own (fakes, or leaves that share the
 weights' memory), so that whatever forward does to them, the model is afterwards what it was.

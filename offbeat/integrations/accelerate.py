@@ -1,4 +1,4 @@
-"""An Accelerator, a model and an optimizer → what `accelerator.prepare` returns, with Offbeat in place of DDP.
+"""Replace `accelerator.prepare` by one that uses Offbeat instead of DDP.
 
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, strategy="overlap")
 

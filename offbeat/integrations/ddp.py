@@ -1,4 +1,4 @@
-"""A strategy → torch's DistributedDataParallel with its buckets and encoders, for jobs that keep DDP.
+"""Give torch's DistributedDataParallel a strategy's buckets and encoders, for jobs that keep DDP.
 
     model = DistributedDataParallel(model, **ddp_kwargs("strategy.json", model))
     add_encoders(model, "strategy.json")

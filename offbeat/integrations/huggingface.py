@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer → the same Trainer on Offbeat's engine instead of DDP.
+"""Hugging Face's Trainer on Offbeat's engine instead of DDP.
 
     trainer = OffbeatTrainer(model=model, args=args, train_dataset=data, strategy="overlap")
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer → the same Trainer on Offbeat's engine instead of DDP.
+"""Lightning's Trainer on Offbeat's engine instead of DDP.
 
     trainer = lightning.Trainer(strategy=OffbeatStrategy("overlap"), devices=4)
 

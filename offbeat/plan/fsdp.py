@@ -1,4 +1,4 @@
-"""FSDP2's units → the stages of their messages, each with its place in the step.
+"""The message stages of FSDP2's units, each with its place in the step.
 
 As torch's `fully_shard` does it: a unit's variables are gathered before its forward, again before its backward where
 they were freed in between, and its gradients are reduced and scattered when its backward has ended. Each gather is

@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + Strategy → Plan."""
+"""Lower a model, a cluster and a strategy to a Plan."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError

@@ -1,4 +1,4 @@
-"""Partitioner and synchroniser: variables → pieces → messages, and for each message the stages that carry it.
+"""Partition variables into pieces, group pieces into messages, and list the stages of each message.
 
 Shards of one group number travel together as far as they can: same synchroniser, element type, owner, stations, ring,
 encoder and staleness. Sparse gradients and sufficient factors have a shape of their own and always travel alone.

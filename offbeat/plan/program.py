@@ -1,4 +1,4 @@
-"""Plan → StepProgram: what one training step computes, sends, waits for and applies, as one flat value.
+"""StepProgram: what one training step computes, sends, waits for and applies, as one flat value.
 
 The runtime's engine walks a program, and `offbeat.simulate` walks the same one, so that what is simulated is what is
 run. A step is a row of compute *slots*: first the forward that precedes all backward, then everything behind it

@@ -1,4 +1,4 @@
-"""Communication events of ranks with their own clocks → an offset and a drift per rank; Timeline → one clock.
+"""Align the clocks of all ranks by their communication: an offset and a drift per rank.
 
 The clock of a machine shows local = reference + (true - reference) * (1 + drift) + offset, where rank 0's clock is the
 true one. It follows from the ends of barrier-like collectives (all-reduce, all-gather, barrier, ...), which all

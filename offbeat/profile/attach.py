@@ -1,4 +1,4 @@
-"""An unmodified training script → the same script, recorded: what `offbeat profile` starts as every rank.
+"""Run and record an unmodified training script; `offbeat profile` starts this as every rank.
 
     python -m offbeat.profile.attach FOLDER STEPS PLAIN_STEPS RUN_ON(0|1) TRANSACTIONS(0|1) SCRIPT [ARGUMENTS]
 

@@ -1,4 +1,4 @@
-"""A job's ranks → what each collective costs among them: tables for the cluster file, fits for the replay.
+"""Measure the cost of collectives among a job's ranks: tables for the cluster file, fits for replay.
 
 Each collective is measured alone and back to back with several in flight, at sizes 2^i. Alone it shows its whole
 latency; in a row, only what keeps the next one from the link (`offbeat.cost.measured`). Small collectives are measured

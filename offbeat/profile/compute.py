@@ -1,4 +1,4 @@
-"""Traces → ModelGraph with measured seconds, and what a step costs beside it: updates, gaps, slower ranks.
+"""Build a ModelGraph with measured seconds from traces, and measure its other costs: updates, gaps, slower ranks.
 
 A step that accumulates gradients has several passes, whose mean is the graph's (`ModelGraph.passes`).
 

@@ -1,4 +1,4 @@
-"""torch.profiler's traces of a DDP job → Profile, as if Offbeat's recorder had seen it; its notes say what was assumed.
+"""Build a Profile from torch.profiler traces of a DDP job; its notes list the assumptions.
 
 The profiler shows when autograd completed each gradient (AccumulateGrad) and what each bucket's all-reduce sent, but no
 names. A gradient is a variable of its own where the gradients, in the order in which they are completed, add up to the

@@ -1,5 +1,4 @@
-"""A Flight Recorder dump in JSON → its entries; a Kineto trace and the dump of the same rank → the trace with sequence
-numbers and process groups.
+"""Read Flight Recorder dumps in JSON, and add their sequence numbers and process groups to a rank's Kineto trace.
 
 Kineto's gloo ranges know when a collective ran but not its group or sequence number; the Flight Recorder knows those
 but, on gloo, not when it ran. Both note when it was issued, on the same clock.

@@ -1,4 +1,4 @@
-"""Traces exported by torch.profiler, one file per rank → Timeline, each rank still on its own clock.
+"""Read torch.profiler traces, one file per rank, as a Timeline with each rank on its own clock.
 
 The n-th collective of one kind, group and size in a step gets the same task number on every rank and in every step. It
 is counted in the order of issue, which all ranks share, or by the sequence numbers that `offbeat.profile.flight` adds.

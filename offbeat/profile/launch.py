@@ -1,4 +1,4 @@
-"""A script and a number of ranks → as many processes on this machine that run it, and an exit code."""
+"""Run a script as several ranks on this machine."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Lines of JSON that a rank's recorder wrote → RankTrace: its steps, and in each the passes, waits and collectives."""
+"""Read the JSON lines of a rank's recorder as a RankTrace: steps with their passes, waits and collectives."""
 
 import math
 from bisect import bisect_right

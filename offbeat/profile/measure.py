@@ -1,4 +1,4 @@
-"""Recorded traces → Profile: the graph with measured times, the strategy that ran, and what communication cost.
+"""Build a Profile from recorded traces: the graph with measured times, the strategy that ran, and communication costs.
 
 Compute is what lies between the events that communication cares about: a module that reads variables begins, a
 gradient is complete. Time in which a rank waited for messages or applied updates is taken out. Medians over steps,

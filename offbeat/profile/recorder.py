@@ -1,4 +1,4 @@
-"""A running job → one trace file per rank: what it computed, sent and waited for, step by step.
+"""Record a running job into one trace file per rank: what it computed, sent and waited for, step by step.
 
     with offbeat.Recorder("trace/") as recorder:
         for batch in loader:

@@ -1,4 +1,4 @@
-"""A measured Timeline alone → the same steps replayed, as measured or on other links and devices.
+"""Replay a measured Timeline without a plan, unchanged or on other links and devices.
 
 For traces of jobs whose plan is unknown (torch.profiler's, FSDP2's). Each rank is a chain of pieces between the moments
 that matter: work begins or ends, a collective is issued, a step begins. A piece is one of

@@ -1,4 +1,4 @@
-"""A path → what was recorded there: a Profile of a job that Offbeat's recorder saw, or the Timeline of any other trace.
+"""Load a recording: a Profile for Offbeat's own traces, a Timeline for any other trace.
 
 A folder with rank0.jsonl, … is the recorder's. A folder of other JSON files holds torch.profiler's traces, one for each
 rank, joined with Flight Recorder dumps where there are any. A file is a timeline that Offbeat saved, or one rank's

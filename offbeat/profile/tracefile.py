@@ -1,4 +1,4 @@
-"""One file exported by torch.profiler → Trace: a rank's steps, computation and communication, on its own clock.
+"""Read one torch.profiler file as a Trace: a rank's steps, computation and communication, on its own clock.
 
 Computation is what kept the device busy: kernels where a trace has any, else the outermost operators of each thread.
 Communication is the nccl kernels, and the ranges gloo records in its own threads; those do not say when they were asked

@@ -1,4 +1,4 @@
-"""A folder of recorded traces → what each rank noted, and one Timeline on one clock.
+"""Read a folder of recorded traces, and put all ranks on one clock.
 
 Files of other programs (Kineto's) are read by `offbeat.profile.kineto`. A file that cannot be read is named in the
 notes and the other ranks are still analysed.

@@ -1,4 +1,4 @@
-"""A profile and changes ('bandwidth=2x', 'workers=64') → how the job would run, without another run.
+"""Predict how a recorded job would run with changes such as 'bandwidth=2x' or 'workers=64'.
 
 Where the plan of the job is known (Offbeat's jobs and DDP's), the changed plan is simulated with what was measured. Of
 other jobs only the trace is known: it is replayed on other links and devices (`offbeat.profile.replay_trace`), and what

@@ -1,4 +1,4 @@
-"""A recording or a model, and a State of sliders and switches → what the live page shows of the changed job.
+"""The state behind the live page: a recording or a model with the changes set on the page.
 
 Where the job's plan is known, or another strategy is asked for, the changed plan is simulated with the measured costs;
 else the trace itself, or the last steps of a long one, is replayed on other links and devices. Slow answers are

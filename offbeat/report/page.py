@@ -1,4 +1,4 @@
-"""Report → one HTML file that works offline: styles, scripts and packed timelines are inside it.
+"""Write a report as one HTML file that works offline, with styles, scripts and packed timelines inside.
 
 Its Content-Security-Policy allows exactly the inlined style and script, by their digests, and no request to anywhere.
 Texts of a trace reach the page through the template's escaping, as JSON in which '<' is written as an escape, or packed

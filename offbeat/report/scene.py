@@ -1,4 +1,4 @@
-"""Timeline → Scene, spans in rows that do not overlap → packed bytes that the page's `Timeline.decode` reads.
+"""Arrange a timeline's spans in rows without overlap, and pack them for the page's `Timeline.decode`.
 
 A row is one lane of one track of one rank. Spans of a track that overlap go to further lanes, the first that is free;
 a track with more than `MOST_LANES` at once draws the rest over each other in the last lane. Ranks stand in groups, one

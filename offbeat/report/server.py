@@ -1,4 +1,4 @@
-"""A Session → its live page on 127.0.0.1: a page, its styles and scripts, and replays in JSON.
+"""Serve a Session's live page on 127.0.0.1: the page, its styles and scripts, and replays in JSON.
 
 The page is for the user who started the server. Other users of the machine can reach the port, so the address holds a
 random token, and a request without it is refused: the page and its assets carry it in their query, requests for numbers

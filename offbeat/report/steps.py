@@ -1,4 +1,4 @@
-"""Timeline → its steps: the spans under way in some of them, and the parts that a step consists of."""
+"""Divide a timeline into steps: the spans active in some of them, and the parts of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace

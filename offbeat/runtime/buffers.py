@@ -1,4 +1,4 @@
-"""Buffers of rank 0 → buffers of every rank, before the forwards that DDP sends them before.
+"""Broadcast rank 0's buffers before the same forwards as DDP.
 
 As DDP's broadcast_buffers: running statistics are rank 0's everywhere at each forward, in training or evaluation,
 unless the forward before it ran under no_grad() or no_sync(). The broadcast leaves when backward ends and is taken over

@@ -1,4 +1,4 @@
-"""Optimizer state spread over owners ↔ the state dict of a single-device optimizer.
+"""Convert between optimizer state spread over owners and the state dict of a single-device optimizer.
 
 What every replica updates has its state on every replica already. What has an owner, or is spread over the ranks, is
 put together from their parts when the state is saved, and taken apart when it is loaded. Saving is then a collective:

@@ -1,4 +1,4 @@
-"""A model, its optimizer and a plan → the same model and optimizer, training on all ranks."""
+"""Attach a plan to a model and its optimizer, so that they train on all ranks."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""An error of the communication backend → one that names the task and the ranks it was waiting for."""
+"""Turn an error of the communication backend into one that names the task and the ranks it was waiting for."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

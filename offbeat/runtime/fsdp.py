@@ -1,4 +1,4 @@
-"""A model, its optimizer and a plan of fully sharded units → the same two objects, training by torch's `fully_shard`.
+"""Train with torch's `fully_shard` by a plan of fully sharded units.
 
 torch gathers, frees and reduces by hooks of its own; what is done here is to apply a strategy's choices to it. Every
 rank is given its own batch, and the loop stays that of a single device, as do the names and shapes in `state_dict()` of

@@ -1,4 +1,4 @@
-"""A strategy's regions → modules that run as one compiled function each.
+"""Run each region of a strategy as one compiled function.
 
 The modules of a region run one after another, each on what the one before has returned. The first one's forward
 computes all of them by one call of `torch.compile`d code, and the others pass on what they are given. What calls them

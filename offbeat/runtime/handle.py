@@ -1,4 +1,4 @@
-"""A distributed model → what Offbeat does with it: `model.offbeat`."""
+"""`model.offbeat`: what Offbeat does with a distributed model."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Ranks with uneven data → the others train on until the last has run out.
+"""Uneven data: the other ranks keep training until the last one has run out.
 
 Before each forward and each step the ranks count who still has data, and whether the backward pass will be
 synchronised. A rank that has none left takes part in the others' steps with gradients of zero, as DDP's `join()` has

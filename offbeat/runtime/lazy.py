@@ -1,4 +1,4 @@
-"""A parameter whose gradient or value may still be on its way → one that is brought up to date when somebody looks.
+"""Parameters with a pending gradient or value, which are brought up to date when they are accessed.
 
 Three classes stand in for `torch.nn.Parameter`, each a subclass of the one before, and a parameter's `__class__` says
 which applies: `WatchedParameter` tells its watcher when it is frozen or unfrozen; `LazyGradParameter` asks before

@@ -1,4 +1,4 @@
-"""Runtimes of this process → a clean end, however the script ends.
+"""Shut down all runtimes of this process cleanly, however the script ends.
 
 A backend's thread that needs the interpreter while it goes down, for a callback or because a wait has ended, aborts the
 process. So before the interpreter does, every runtime waits for what it has put on the wire, breaks off what does not

@@ -1,5 +1,5 @@
-"""A strategy's decisions about computing → a model that compiles regions (`fusion.py`), recomputes modules, runs under
-autocast, or works in micro-batches."""
+"""Apply a strategy's compute decisions to a model: compiled regions (`fusion.py`), recomputation, autocast,
+micro-batches."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""When gradients really become ready → a better issue order, agreed by all ranks.
+"""Build a better issue order from measured ready times, agreed by all ranks.
 
 Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place:
 when each message is complete, in which order forward uses variables, what a collective costs on an idle link (PACE's

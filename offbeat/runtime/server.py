@@ -1,4 +1,4 @@
-"""A rank that holds no replica → a parameter server, until the replicas have ended.
+"""Run a rank without a replica as a parameter server until the replicas have ended.
 
 It has the same model and optimizer as they have, and follows the same plan with gradients of zero: what it owns is
 reduced to it, it applies the update with its own optimizer state and sends the parameters back. The first replica tells

@@ -1,4 +1,4 @@
-"""A model and its optimizer → whether the training loop has changed them since.
+"""Detect changes that the training loop made to a model or its optimizer.
 
 Layers may be replaced, parameters frozen, unfrozen or given to the optimizer later. A plan made before then no longer
 fits, and ranks would drift apart silently. Torch tells of every parameter and module that is registered anywhere; only

@@ -1,4 +1,4 @@
-"""Some of an optimizer's parameters, or pieces of them → an update of just these."""
+"""Update a subset of an optimizer's parameters, or pieces of them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Gradients + Arrangement → a better Arrangement: simulated annealing over dPRO's moves.
+"""Improve an arrangement of gradients by simulated annealing over dPRO's moves.
 
 Beyond the papers: the greedy passes look at one border or one message at a time and stop where no single change helps.
 Here a move sets, removes or shifts a border, changes the number of parts of a message or its urgency, and a longer step

@@ -1,4 +1,4 @@
-"""Arrangements of a step's gradients ↔ strategies that run them."""
+"""Convert between arrangements of a step's gradients and strategies."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Problem → FSDP2 strategies: starting points of a search under a memory limit, and the neighbours of one.
+"""FSDP2 strategies: starting points of a search under a memory limit, and their neighbours.
 
 Recomputation and micro-batches come from the same passes as for other strategies; here are the choices of `fully_shard`
 itself.

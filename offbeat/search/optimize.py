@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec (+ Costs) → the fastest Strategy that fits: dPRO's optimiser, by replay alone.
+"""Find the fastest strategy that fits, by replay alone: dPRO's optimiser.
 
 Algorithm 1 of dPRO with its search speed-ups, each of which can be switched off: the coarsened view (`coarsen`),
 partial replay (`partial_replay`) and symmetry (`symmetry`). The search starts from the best of the builders, so it is

@@ -1,4 +1,4 @@
-"""Collectives on ranks and links → SEND tasks, step by step: the fine-grained topology of dPRO section 4.1.
+"""Expand collectives into SEND tasks, step by step: the fine-grained topology of dPRO section 4.1.
 
 A transmission is a SEND task that occupies the sender's outgoing link for bytes × seconds per byte; its end is seen one
 latency later, which is the RECV. Where receivers are the bottleneck (many workers push to one server), `Links` has

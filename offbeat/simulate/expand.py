@@ -1,4 +1,4 @@
-"""Plan + Costs → the tasks of some steps with every collective expanded into the messages that it consists of.
+"""The tasks of some steps, with every collective expanded into its messages.
 
 The global dataflow graph of dPRO section 4.1 in full: each rank computes on its own device and sends on its own link,
 and a collective is the SENDs and RECVs of `offbeat.simulate.collectives`. A rank starts its part when its own gradients

@@ -1,4 +1,4 @@
-"""TaskGraph → Replay: when each task starts and ends, by the replayer of dPRO section 4.3, driven by events.
+"""Replay a TaskGraph: when each task starts and ends (dPRO section 4.3, driven by events).
 
 Each device has a queue and a clock. The paper picks the device whose clock is smallest and runs the head of its queue;
 with priorities that is wrong, because a more urgent task may become ready before the device is free. Here time never

@@ -1,4 +1,4 @@
-"""Plan + Costs → Timeline: the steady state of training, by replay.
+"""Predict the steady state of training by replay, as a Timeline.
 
 Some steps are replayed one after another, because updates may reach into the next step; the last is what training
 settles into. Computing that is slowed down by concurrent communication is found by repetition: each round lengthens the

@@ -1,4 +1,4 @@
-"""Plan → roles: ranks that behave alike, and the collectives between them.
+"""Fold ranks that behave alike into roles, with the collectives between them.
 
 Two ranks have the same role if they compute and send at the same speed and take the same part in collectives whose
 other participants have the same roles in turn (the coarsest equitable partition that starts from speed). One

@@ -1,4 +1,4 @@
-"""Plan + Costs → the tasks of some consecutive steps: the plan's StepProgram, walked once per role and step.
+"""The tasks of some consecutive steps: walks the plan's StepProgram once per role and step.
 
 Each role has one queue for compute and one for its link, or two where messages to and from servers take its directions
 for different times. The program says what a step does and in which order; here it gets its seconds, and roles wait for

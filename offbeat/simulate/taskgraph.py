@@ -1,4 +1,4 @@
-"""Plain arrays (durations, devices, edges) → TaskGraph: the global dataflow graph of dPRO section 4.1, checked.
+"""TaskGraph: the checked global dataflow graph of dPRO section 4.1, from plain arrays (durations, devices, edges).
 
 A task occupies one device: a worker, a server, or one direction of a link. Successors lie in compressed rows
 (`successor[first_edge[i]:first_edge[i + 1]]`), so that millions of tasks are a few flat arrays.

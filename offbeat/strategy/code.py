@@ -1,4 +1,4 @@
-"""A strategy with fsdp → the lines of torch that do the same, for a script without Offbeat."""
+"""Write a strategy with fsdp as the equivalent torch code, for a script without Offbeat."""
 
 import re
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""A builder's name → its function; a function → a registered builder; a file → a Strategy, or a builder's options."""
+"""Register builders, and find a builder or a strategy file by name."""
 
 import inspect
 from collections.abc import Callable

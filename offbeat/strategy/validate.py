@@ -1,4 +1,4 @@
-"""Strategy + graph + cluster → nothing, or one sentence that says where they do not fit."""
+"""Check that a strategy fits a graph and a cluster, with one sentence where it does not."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Timeline ↔ Chakra execution traces (MLCommons), one file `PREFIX.RANK.et` per rank, for simulators that read them.
+"""Read and write Chakra execution traces (MLCommons), one file `PREFIX.RANK.et` per rank.
 
 A file is a sequence of protobuf messages of package ChakraProtoMsg, each behind its length as a varint: one
 GlobalMetadata, then Nodes. The few message types are encoded here, so that no protobuf package is needed:

@@ -1,4 +1,4 @@
-"""Timeline ↔ Chrome trace JSON, which chrome://tracing and Perfetto open: a process is a rank, a thread a track.
+"""Read and write Chrome trace JSON for chrome://tracing and Perfetto: a process is a rank, a thread a track.
 
 Spans are complete ('X') events in the timeline's order, times in microseconds as the format demands, rounded to whole
 nanoseconds: start and end separately, so that spans which met still meet. `args.queued` is in microseconds too. What

@@ -1,4 +1,4 @@
-"""A model's name → the model, an example batch, its ModelGraph.
+"""The model zoo: a model, an example batch and a ModelGraph by name.
 
 The models of the five papers, in plain torch. Every model takes its example inputs (data and labels) and returns the
 scalar loss, so `model(*example_inputs).backward()` is a training step. `scale=1` is the published model; a smaller

@@ -127,7 +127,7 @@ def test_a_strategy_is_said_in_words(folder: Path, capsys: pytest.CaptureFixture
     assert main(["plan", "mlp", *SMALL, "--strategy", "overlap", "-o", "s.json"]) == 0
     capsys.readouterr()
     assert main(["explain", "s.json"]) == 0
-    assert "what the next forward needs first is sent first" in capsys.readouterr().out
+    assert "messages needed first by the next forward are sent first" in capsys.readouterr().out
     assert main(["explain", "s.json", "--model", "mlp", *SMALL]) == 0
     assert "is predicted to take" in capsys.readouterr().out
     assert "--cluster: needed to predict the gain" in refused(capsys, "explain", "s.json", "--model", "mlp")

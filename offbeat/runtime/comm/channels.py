@@ -1,4 +1,4 @@
-"""A plan → the channels that one rank needs for its part of it.
+"""The channels that one rank needs for its part of a plan.
 
 Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts
 its collectives in the order in which they are put in; every rank puts them in in the plan's order.

@@ -1,4 +1,4 @@
-"""What the first replica tells ranks that hold none: which part of a step comes next, and what they need for it.
+"""Commands from the first replica to ranks without a replica: the next part of a step and its inputs.
 
 Every replica does the same in the same order, so that one of them can speak for all.
 """

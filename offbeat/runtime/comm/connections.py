@@ -1,4 +1,4 @@
-"""A process group of gloo → its sockets, which can be shut down.
+"""Shut down the sockets of a gloo process group.
 
 Gloo has no call that ends a collective under way: its abort() and shutdown() do nothing to it, and deleting the group
 waits for it. Without connections it fails at once, on every rank, and the group's threads end.

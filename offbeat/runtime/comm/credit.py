@@ -1,4 +1,4 @@
-"""A channel → the same channel with no more than so many bytes under way: ByteScheduler's credit.
+"""Limit the bytes in flight on a channel: ByteScheduler's credit.
 
 A collective starts when it fits beside those that have not ended, or when none is left. Who ends one starts the next
 ones, on whatever thread the backend tells of it, so that nobody has to look. All ranks put the same collectives in, in

@@ -1,4 +1,4 @@
-"""A fault of the job → the ranks to blame for it.
+"""Find the ranks that caused a failure of the job.
 
 When a rank dies, collectives fail on the others one by one, some only because a survivor has ended. So every rank keeps
 a port open from the start. The kernel closes it with the process, which tells a dead rank from a busy one, and holds

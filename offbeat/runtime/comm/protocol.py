@@ -1,4 +1,4 @@
-"""What the runtime asks of the job it runs in: its ranks, a store, and channels among them.
+"""The interface between the runtime and its job: ranks, a store, and channels among them.
 
 `torch_world` and `torch_channel` implement it on torch's process groups. Unit tests have an implementation in memory,
 with a thread per rank.

@@ -1,4 +1,4 @@
-"""A tensor on every rank → their sum on every rank, by way of one of them: BytePS's summation service.
+"""Sum a tensor over all ranks through one of them: BytePS's summation service.
 
 Each rank sends its gradient to the root once and receives the sum once, in opposite directions of its link, so that a
 slow link carries less than in a ring. The root may hold a replica or be a server that holds none. Its two threads take

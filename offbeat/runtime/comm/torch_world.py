@@ -1,4 +1,4 @@
-"""A process group of torch.distributed → the World of a job."""
+"""The World of a job on a torch.distributed process group."""
 
 import time
 from collections import defaultdict

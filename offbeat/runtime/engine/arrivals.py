@@ -1,4 +1,4 @@
-"""Autograd's hooks → which gradients of a backward pass are complete, and when the pass has ended.
+"""Detect by autograd hooks which gradients are complete, and when a backward pass has ended.
 
 A parameter's hook is called each time autograd has added to its gradient: once in a pass, or several times where a
 checkpoint of the reentrant kind runs passes inside the pass. The first pass only counts; later ones take a gradient for

@@ -1,4 +1,4 @@
-"""Synchronisers of a plan → components: what is waited for and applied at once."""
+"""Group a plan's synchronisers into components, which are waited for and applied at once."""
 
 from collections import defaultdict
 from typing import cast

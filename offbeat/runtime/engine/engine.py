@@ -1,4 +1,4 @@
-"""Plan → synchronous training: gradients go out as they become ready, updates come in before they are needed.
+"""The engine: sends gradients as they become ready and applies updates before they are needed.
 
 Autograd tells the engine when each gradient is complete. A message whose gradients are all complete is loaded, and
 tasks start in the program's order as far as it is loaded; the order is the same on every rank, so nothing is

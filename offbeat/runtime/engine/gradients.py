@@ -1,4 +1,4 @@
-"""What `parameter.grad` shows, from the end of a backward pass to the next one.
+"""What `parameter.grad` shows between two backward passes.
 
 A message that is loaded takes its gradients away: `parameter.grad` is empty until the average is shown there. So
 nothing that autograd adds meanwhile can get into a buffer that is on the wire, and whatever is found there when the

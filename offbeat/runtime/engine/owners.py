@@ -1,4 +1,4 @@
-"""What follows the first collective of a message that has an owner: the program's tail, in the plan's order.
+"""The work of owners after the first collective of a message: the program's tail, in the plan's order.
 
 Further reductions, the owners' updates, and the parameters' way back. Where the training loop reads gradients before
 `step()`, the reductions run then and owners send the averages to everybody.

@@ -1,4 +1,4 @@
-"""The states of a step, as the gradients see it.
+"""The states of a step, from the gradients' point of view.
 
     IDLE ──gradient──→ BACKWARD ──end──→ TRAVELLING ──wait──→ AVERAGED ──read──→ PUBLISHED
      ↑                                        └──────────────────┴── step() ──────────┘

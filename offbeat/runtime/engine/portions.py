@@ -1,4 +1,4 @@
-"""A message's slices as they arrive → the update of its variables, portion by portion.
+"""Apply the slices of a message as they arrive, portion by portion.
 
 An update that waits for a message's last slice begins when the network has nothing left to carry, and the network then
 waits for it. An optimizer that treats every element alone can apply what is there while the rest is on its way.

@@ -1,4 +1,4 @@
-"""What the engine does → whoever observes it."""
+"""Report the engine's work to observers."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What the parts of an engine share."""
+"""State shared by the parts of an engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Variables that a backward pass did not reach, here or anywhere.
+"""Find variables that a backward pass did not reach, on this rank or on any.
 
 A variable some replica used is averaged with zeros from the others. One that nobody used must keep no gradient at all,
 or momentum and weight decay would still move it; only all ranks together can know. The first step asks them; later ones

@@ -1,4 +1,4 @@
-"""Averaged gradients → updated parameters: at once, or each component when somebody needs it.
+"""Apply averaged gradients to parameters: all at once, or each component when it is needed.
 
 A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): whoever uses one settles it.
 """

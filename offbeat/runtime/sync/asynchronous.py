@@ -1,4 +1,4 @@
-"""Asynchronous parameter server: each replica's gradient is applied as it comes, and answered with fresh parameters.
+"""Asynchronous parameter servers: each replica's gradient is applied on arrival and answered with fresh parameters.
 
 An owner serves every other rank in a thread of its own. A replica's step sends its gradients and waits for its own
 answers only; nobody waits for the others. Gradients are weighted with their replica's share, so that one round of all

@@ -1,4 +1,4 @@
-"""Message → its buffer, its collectives, and who applies it.
+"""Dense messages: their buffers, their collectives, and who applies them.
 
 `Synchroniser` is the protocol that the engine knows: a message is loaded when the gradients of all its pieces are
 complete, its tasks start in the plan's order, `finish` waits for them, and `averaged` then gives the averaged gradient

@@ -1,4 +1,4 @@
-"""A message's local gradient → what this rank sends; what arrived → the decoded sum over ranks.
+"""Encode a message's local gradient for sending, and decode what arrived to the sum over ranks.
 
 A message is a flat tensor with several pieces one after another. It holds the local gradient times this rank's share of
 the average, so ranks are summed, never averaged, here. The sizes sent are those of `offbeat.plan.compress`.

@@ -1,4 +1,4 @@
-"""A few rows of a table on each rank → everybody's rows on every rank, or on one.
+"""Gather a few rows of a table from each rank on every rank, or on one.
 
 Ranks hold different numbers of rows and cannot know each other's. Each sends a block of an agreed size whose header
 says how many rows it holds; where that is more than the block takes, all of them see it in the headers and exchange the

@@ -1,4 +1,4 @@
-"""Trials of a job → costs at which the replayer agrees with them.
+"""Fit the replayer's costs to the trials of a job.
 
 The replayer knows a job's compute and what the cluster's description says of its links. What it does not know is a
 handful of numbers θ: the fixed cost of a collective, by which factor those to or from one rank, all others, and

@@ -1,4 +1,4 @@
-"""Strategies → predicted seconds, from models that improve with every trial (the simulator of AutoDist's Algorithm 1).
+"""Predict the seconds of strategies with models that improve with every trial (AutoDist's Algorithm 1).
 
 random       nothing is predicted: every draw within the constraints is as good as another
 predefined   AutoSync's analytic model

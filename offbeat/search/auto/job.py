@@ -1,4 +1,4 @@
-"""A task file → lines of results: what one rank of a trial does, as `python -m offbeat.search.auto.job`.
+"""Run one rank of a trial: `python -m offbeat.search.auto.job` reads a task file and writes lines of results.
 
 Runs in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), like any script of a user. The target is
 a training script, whose call of `offbeat.distribute` gets the strategy under trial and which ends once enough steps

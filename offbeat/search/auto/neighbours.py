@@ -1,4 +1,4 @@
-"""Strategies to begin a search with, and a strategy → others near it.
+"""Strategies to start a search with, and the neighbours of a strategy.
 
 `starting_strategies` are known systems at the settings people tune them to: a search that has these among its
 candidates returns nothing slower than tuning one of those systems by hand would have found, as far as trials can tell.

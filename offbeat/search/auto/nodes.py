@@ -1,4 +1,4 @@
-"""Several machines → one place to run trials: node 0 leads, the others follow its orders.
+"""Run trials on several machines: node 0 leads, the others follow its orders.
 
 Every node runs the same command, as with torchrun; they meet at node 0's address and port, in a `TCPStore`. The leader
 (`LeadNode`) writes an order for each job: the program, its variables and its task file. Each follower (`follow`) starts

@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + seed → random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
+"""Draw random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
 
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
 staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers, and

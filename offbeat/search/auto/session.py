@@ -1,4 +1,4 @@
-"""A training script or a function that makes a model → the best strategy for it, found with real trials.
+"""Find the best strategy for a training script, or a function that returns a model, with real trials.
 
 This is `offbeat.tune`: it runs the target once by itself for its graph and its compute times, then searches
 (`offbeat.search.auto.tune`), and keeps every trial in a store from which later searches begin.

@@ -1,4 +1,4 @@
-"""Trials {(G, R, S), seconds} → an SQLite file, and back; JSON lines, one folder per domain, for exchange.
+"""Store trials {(G, R, S), seconds} in an SQLite file; export them as JSON lines, one folder per domain.
 
 A domain is a model on a cluster, as in the AutoSync supplement's §9. A trial is written in one transaction once it has
 ended, so that a process killed at any moment leaves whole trials only; write-ahead logging lets several searches write

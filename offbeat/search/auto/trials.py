@@ -1,4 +1,4 @@
-"""Strategies + a cluster to run on → trials: what each took, or how it failed.
+"""Run strategies as trials on a cluster, and report their times or failures.
 
 Trials run in processes of their own, one for each rank, launched with the variables torchrun sets: on this machine
 (`LocalRanks`), on several (`nodes`) or on an emulated cluster. Whatever a trial does (crash, hang, run out of memory)

@@ -1,4 +1,4 @@
-"""Model + cluster + a way to run trials → the best strategy measured within a budget (AutoDist's Algorithm 1).
+"""Find the best measured strategy within a budget of trials (AutoDist's Algorithm 1).
 
 Each round draws candidates, predicts them, rejects those below the simulator's fidelity level, picks a few that are
 fast and different, measures them, and lets the simulator learn from what they took. Every trial is stored as soon as

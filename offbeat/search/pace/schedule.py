@@ -1,4 +1,4 @@
-"""Ready times, durations and tails of the gradients → the order and the slices in which one link carries them (PACE).
+"""PACE's schedule: the order and slices in which one link carries the gradients.
 
 A step runs from the start of backward to the end of the next forward. All-reduce i is ready when backward has made its
 gradient (PACE's z_{u_i}), holds the link for g_i seconds (its equation 1), and once it is complete, `tail` seconds

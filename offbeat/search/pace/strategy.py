@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + Costs → Strategy: PACE's fusion and preemptive schedule, ready to be lowered and run.
+"""Build a strategy from PACE's fusion and preemptive schedule.
 
 A gradient is ready when backward completes it. Its tail is everything from its update on in the next step, on a device
 that computes one operator after another, as Offbeat's runtime does; with more `streams`, the longest path from there on

@@ -1,4 +1,4 @@
-"""The pass that lets several messages be under way at once, with a limit on their bytes: ByteScheduler's credit.
+"""The pass that allows several messages in flight, with a limit on their bytes: ByteScheduler's credit.
 
 The more bytes are handed over, the better the cost of each message hides behind others, and the longer an urgent one
 waits for them. Slices and credit depend on each other, so both are tried together, on the candidate's messages and on

@@ -1,4 +1,4 @@
-"""The pass that encodes gradients, variable by variable, with the encoders that the user allows; none without leave.
+"""The pass that encodes gradients, variable by variable, with the encoders that the user allows.
 
 Each variable gets the allowed encoder that takes the link and the device least. Then encoders are taken off again,
 from those that save least, as long as replay says that the step does not get longer: what is hidden behind compute

@@ -1,4 +1,4 @@
-"""Passes that change how modules are computed: again in backward, in micro-batches, compiled, or in bfloat16.
+"""Passes that change how modules are computed: recomputed, in micro-batches, compiled, or in bfloat16.
 
 Recomputing and micro-batches save memory and are used as little as the limit allows. Compiling is operator fusion:
 

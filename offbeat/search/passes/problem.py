@@ -1,4 +1,4 @@
-"""What a search is given → how its candidates are judged: step seconds and peak bytes of a strategy.
+"""The problem of a search: evaluates candidates by step seconds and peak bytes.
 
 And the open, ordered list of the passes that propose candidates (dPRO's Graph Pass Registry).
 """

@@ -1,4 +1,4 @@
-"""The pass that changes how variables travel: by all-reduce, gathered rows, broadcast factors or servers.
+"""The pass that changes how variables are synchronised: all-reduce, gathered rows, broadcast factors or servers.
 
 Only exchanges that give the same update are tried. Variables that change leave their group;
 the later passes fuse, cut and order what results.

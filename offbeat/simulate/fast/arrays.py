@@ -1,4 +1,4 @@
-"""StepProgram + Costs → the seconds of a step, in tens of microseconds: dPRO's partial replay.
+"""Compute the seconds of a step in tens of microseconds: dPRO's partial replay.
 
 Where every replica applies every update (all-reduce, gathered rows, broadcast factors), a program is a chain of compute
 per role and one queue for the link, so that the clock can be advanced over flat arrays without building a task graph.

@@ -1,4 +1,4 @@
-"""StepProgram + Costs → Gradients: what a step would take if its gradients were grouped, cut and ordered otherwise.
+"""Gradients: predict a step whose gradients are grouped, cut and ordered differently.
 
 Gradients come in units that may share a message with a neighbour. An `Arrangement` says where groups begin, into how
 many parts each may be cut, and how urgent each is; `Gradients.seconds` is the step it gives. The link is a single

@@ -1,4 +1,4 @@
-"""Units, borders, parts and urgencies as arrays → slices on the link and the seconds of a step (Numba kernels).
+"""Numba kernels for the link: slices and the seconds of a step from units, borders, parts and urgencies.
 
 `offbeat.simulate.fast.gradients` says what is modelled and makes the arrays.
 """

@@ -1,4 +1,4 @@
-"""Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
+"""Encode a plan for learned simulators (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
 
 A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
 predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges are the

@@ -1,4 +1,4 @@
-"""Encoded plans + measured times → a trained Simulator, which ranks other plans and can be stored.
+"""Train a Simulator on encoded plans and measured times; it ranks other plans and can be stored.
 
 Pairs of plans from one domain are compared: with measured times t_i < t_j the loss is
 

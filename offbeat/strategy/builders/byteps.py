@@ -1,4 +1,4 @@
-"""BytePS → small partitions on balanced servers, in the order in which the next forward needs them."""
+"""BytePS: small partitions on balanced servers, in the order in which the next forward needs them."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable

@@ -1,4 +1,4 @@
-"""Unequal links → gradients by servers on the fastest, the rest as `overlap` has it."""
+"""Unequal links: gradients by servers on the fastest, the rest as `overlap` has it."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

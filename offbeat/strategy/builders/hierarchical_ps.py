@@ -1,4 +1,4 @@
-"""AutoDist's hand-tuned PS builder → partitioned servers that each node reaches through one transfer station."""
+"""AutoDist's hand-tuned PS builder: partitioned servers that each node reaches through one transfer station."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

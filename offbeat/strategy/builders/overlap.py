@@ -1,4 +1,4 @@
-"""Offbeat's own starting point → balanced messages, cut into slices, most urgent first, updates deferred."""
+"""Offbeat's own starting point: balanced messages, cut into slices, most urgent first, updates deferred."""
 
 from itertools import groupby
 

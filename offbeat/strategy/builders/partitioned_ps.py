@@ -1,4 +1,4 @@
-"""Partitioned parameter servers → large variables spread by rows over all servers, small ones balanced."""
+"""Partitioned parameter servers: large variables spread by rows over all servers, small ones balanced."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

@@ -1,4 +1,4 @@
-"""Poseidon → sufficient factors for dense layers where they are smaller, balanced servers for the rest."""
+"""Poseidon: sufficient factors for dense layers where they are smaller, balanced servers for the rest."""
 
 from math import prod
 
