@@ -62,32 +62,31 @@ def distribute(
     find_unused_parameters: bool | None = None,
     quiet: bool = False,
 ) -> tuple[GivenModel, GivenOptimizer]:
-    """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
+    """Distributes `model` over the ranks of the job; call it on every rank, then train as on one device.
 
     `strategy` is "auto", a builder's name, the path of a strategy file, or a Strategy. With `example_inputs` (one
-    replica's batch) the step is captured first, so that strategies which depend on its operators can be built. "auto"
-    starts with a plan that fits the link as measured, records some steps, and moves to a better plan if there is one
-    (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
-    objects.
+    replica's batch) the step is captured first, for strategies that depend on its operators. "auto" starts with a plan
+    that suits the measured link, records some steps, and switches to a better plan if it finds one (`offbeat.online`).
+    The process group is the user's, or is created from the launcher's environment. Returns the same two objects.
 
-    With `memory_limit` (bytes of each device, '20GiB', or 'auto' for what the devices have) and `example_inputs`, the
-    strategy is the one with the shortest predicted step among those that fit: replicated, with sharded updates, or
-    fully sharded by torch's FSDP2, with recomputation and micro-batches where they are needed.
+    With `memory_limit` (bytes per device, '20GiB', or 'auto' for the devices' memory) and `example_inputs`, Offbeat
+    chooses the strategy with the shortest predicted step among those that fit: replicated, with sharded updates, or
+    fully sharded by torch's FSDP2, with recomputation and micro-batches if needed.
 
-    "auto" keeps gradients exact unless `allow` names encoders ('bf16', 'powersgd:4'): variables are then encoded where
+    "auto" keeps gradients exact unless `allow` names encoders ('bf16', 'powersgd:4'): variables are then encoded if
     that shortens the step.
 
-    A job with parallelism of its own passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
-    dimension. With `find_unused_parameters` ranks ask each other in every step which parameters none of them used; by
-    default they do if the first step leaves some out. `quiet` keeps the decisions of "auto" off rank 0's terminal, as
-    the variable OFFBEAT_QUIET does; `model.offbeat.summary()` has them all the same.
+    A job with its own model parallelism passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
+    dimension. With `find_unused_parameters`, ranks check in every step which parameters none of them used; by default
+    they do so only if the first step leaves some unused. `quiet` (or the variable OFFBEAT_QUIET) stops rank 0 from
+    printing the decisions of "auto"; `model.offbeat.summary()` still has them.
 
-    On a rank that holds no replica, because the strategy's `replicas` leave it out or because it is one of the
-    cluster's servers, it keeps parameters for the others until they have ended, and then ends the process. "auto" is
-    `fast_servers` in a job with servers, and keeps that plan.
+    On a rank without a replica (left out of the strategy's `replicas`, or one of the cluster's servers) this call
+    serves parameters to the others until they have ended, and then ends the process. In a job with servers, "auto" is
+    `fast_servers`, and keeps that plan.
 
-    A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
-    whole output on every rank (`offbeat.runtime.sharded`).
+    A strategy that splits operators gets the same whole batch on every rank, and its model returns the whole output on
+    every rank (`offbeat.runtime.sharded`).
     """
     if called := os.environ.get(CALLED_VARIABLE):
         with contextlib.suppress(OSError):
@@ -165,15 +164,15 @@ def optimize(
     allow: Sequence[str] = (),
     **options: Any,
 ) -> Strategy:
-    """The strategy with the shortest predicted step; `offbeat.search.optimize.search` names the other options.
+    """Returns the strategy with the shortest predicted step; `offbeat.search.optimize.search` lists other options.
 
-    With the `model` and its `example_inputs`, its blocks are timed on its device: as they are, compiled and recomputed.
-    That takes a minute or so the first time. Regions are then compiled where it pays, and what recomputing takes is not
-    guessed. Without the model nothing is compiled.
+    With `model` and `example_inputs`, the model's blocks are timed on its device: plain, compiled and recomputed. This
+    takes about a minute the first time. Regions are then compiled if it pays off, and the cost of recomputation is
+    measured, not estimated. Without the model nothing is compiled.
 
-    Gradients are exact unless `allow` names encoders for them: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01',
-    'randomk:0.01', 'powersgd:4'. Each variable is then encoded where that shortens the step, and only there. With 'amp'
-    forward may run under autocast to bfloat16, which needs the model.
+    Gradients are exact unless `allow` names encoders: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01', 'randomk:0.01',
+    'powersgd:4'. A variable is then encoded only if that shortens the step. With 'amp', which needs the model, forward
+    may run under autocast to bfloat16.
     """
     # Replay and search load a compiler, which jobs need not wait for.
     from offbeat.search.optimize import optimize as search
@@ -287,8 +286,8 @@ def resolve_strategy(
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
     """A plan that suits the measured link: updates overlap the next forward where the network takes time.
 
-    A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
-    short enough that there are some to choose from.
+    A message should be large enough that the fixed cost of its collective is at most a ninth of its time, and small
+    enough that there are several to choose from.
     """
     if cluster.servers:
         return build_strategy("fast_servers", graph, cluster)

@@ -263,7 +263,7 @@ class _Sample:
         """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer)."""
         if not self.seconds:
             return None, None
-        # A collective may be under way beyond the observed steps.
+        # A collective may still be in flight after the observed steps.
         sent = min(covered(self.sent), self.seconds)
         return self.waited / self.seconds * step_seconds, sent / self.seconds * step_seconds
 

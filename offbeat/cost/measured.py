@@ -27,10 +27,10 @@ ROOTED = (*SERVED, "gather", "relay")
 OVERLAPPED_SHARE = 0.5
 """Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
 CALIBRATED_IN_FLIGHT = 2
-"""Collectives under way while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
+"""Collectives in flight while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
 
 ENCODING_PASSES = {"fp16": 2, "bf16": 2, "randomk": 6, "sign": 8, "int8": 8, "topk": 16, "powersgd": 12}
-"""How often an encoder reads or writes a gradient, about, beside what it decodes; for what was not measured."""
+"""Approximate number of times an encoder reads or writes a gradient, without decoding; used if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CollectiveFit:
 
 @dataclass(frozen=True)
 class Costs:
-    """What replay must know beside a plan. Times are seconds; everything has a default that needs no measurement."""
+    """The costs that replay needs in addition to a plan. Times are seconds; every default needs no measurement."""
 
     collectives: Mapping[tuple[str, int], CollectiveFit] = field(default_factory=dict)
     """By kind and number of participants."""

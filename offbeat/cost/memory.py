@@ -57,7 +57,7 @@ class MemoryEstimate:
     activations: int
     """Results of operators: kept for backward, or passed on to the next operator."""
     communication: int
-    """Encoded payloads, what other ranks sent, residuals, messages that are still under way."""
+    """Encoded payloads, received data, residuals, messages still in flight."""
     inputs: int
     """The whole batch, data and labels."""
     workspace: int
@@ -191,7 +191,7 @@ def gradient_bytes(variable: Variable) -> int:
 
 
 def _message_buffers(message: Message, ranks: int) -> tuple[int, int]:
-    """(bytes that persist, bytes while the message is under way) beside its flat buffer."""
+    """(bytes that persist, bytes while the message is in flight), in addition to its flat buffer."""
     persistent = message.bytes if message.encoder.feedback else 0
     persistent += message.bytes * (message.staleness + 1 if message.staleness else 0)
     under_way = 0

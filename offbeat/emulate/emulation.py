@@ -58,13 +58,13 @@ _NCCL_BYTES_PER_SECOND = 1.5e9
 _NCCL_MESSAGE_SECONDS = 35e-6
 _ANSWER = "from offbeat.emulate.emulation import answer_call; answer_call()"
 _QUEUES = 64
-"""Of an H200's for all processes that share it."""
+"""Share of an H200 available to all processes that share it."""
 _MARK = "OFFBEAT_EMULATION"
-"""Variable in the environment of every rank, and of what it starts, by which the keeper finds them."""
+"""Environment variable of every rank and its children, by which the keeper finds them."""
 
 
 class RankError(EmulationError):
-    """A rank failed or time ran out; `results` says how every rank ended."""
+    """A rank failed or timed out; `results` says how every rank ended."""
 
     def __init__(self, message: str, results: list[RankEnd]) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class Emulation:
         self._gpu: Gpu | None = None
         self._gpu_environment: dict[str, str] = {}
         self._gpu_suspect = False
-        """Whether a rank has failed since the service that shares the GPU was started."""
+        """Whether a rank has failed since the GPU sharing service was started."""
         self._keeper: KeeperProcess | None = None
         self._mark = secrets.token_hex(8)
         self._ports = 0
@@ -139,7 +139,7 @@ class Emulation:
         return self
 
     def _build_any(self) -> None:
-        """Builds the cluster in the first way that this machine allows."""
+        """Builds the cluster in the first way that this machine supports."""
         refusals: list[str] = []
         for kind in get_args(Kind)[:-1]:
             try:
@@ -169,7 +169,7 @@ class Emulation:
             keeper.end()
 
     def gpu_answers(self) -> bool:
-        """Whether the service through which the ranks share the GPU still works."""
+        """Whether the GPU sharing service still works."""
         return bool(self._ask_gpu("check")["answers"])
 
     def restart_gpu(self) -> None:
@@ -190,7 +190,7 @@ class Emulation:
         return "lo" if self.kind == "loopback" else "eth0"
 
     def set_bandwidth(self, host_index: int, bandwidth: Bandwidth) -> None:
-        """Changes a host's link at once, also while ranks run; None lifts the limit."""
+        """Changes a host's link at once, even while ranks run; None removes the limit."""
         (keeper, host), rate = self._running(host_index), _rate(bandwidth)
         if self.kind == "loopback":
             warnings.warn("bandwidth: nothing was changed, because this emulation runs on plain loopback", stacklevel=2)

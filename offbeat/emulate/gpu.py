@@ -63,7 +63,7 @@ def find_control() -> str:
 
 
 class Mps:
-    """The control daemon of one emulation, which lives in a folder of its own."""
+    """The control daemon of one emulation, in its own folder."""
 
     def __init__(self) -> None:
         self.program = find_control()

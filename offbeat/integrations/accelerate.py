@@ -40,7 +40,7 @@ def prepare(
 def adopt(
     accelerator: Any, model: torch.nn.Module, optimizer: Optimizer, strategy: Wanted = "auto", **options: Any
 ) -> torch.nn.Module:
-    """Distributes the model and tells the accelerator that it is prepared, mixed precision included."""
+    """Distributes the model and marks it as prepared for the accelerator, including mixed precision."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in _KINDS:
         raise OffbeatError(f"accelerator: distributed_type {kind!r} has its own engine; Offbeat takes {_KINDS}")

@@ -84,7 +84,7 @@ def add_encoders(
     graph: ModelGraph | None = None,
     cluster: ClusterSpec | None = None,
 ) -> bool:
-    """Registers a communication hook that encodes buckets as the strategy says; False if it encodes nothing.
+    """Registers a communication hook that encodes buckets as the strategy defines; False if it encodes nothing.
 
     Buckets are sent unencoded in the first step, in which they are provisional, and where their variables have
     different encoders. Error feedback is kept where the encoder has it.
@@ -178,7 +178,7 @@ def _decode(rounds: Any, received: torch.Tensor, buffer: torch.Tensor) -> torch.
 
 
 def _plan(strategy: Wanted, model: torch.nn.Module, graph: ModelGraph | None, cluster: ClusterSpec | None) -> Plan:
-    """The strategy, lowered; StrategyError where DDP cannot run it."""
+    """The lowered strategy; StrategyError if DDP cannot run it."""
     joined = dist.is_available() and dist.is_initialized()
     if isinstance(strategy, str) and strategy == "auto" and not joined:
         raise OffbeatError("strategy 'auto' measures the link: call torch.distributed.init_process_group first")

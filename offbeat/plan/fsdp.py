@@ -59,7 +59,7 @@ def shard_units(draft: Draft) -> None:
 
 
 def _cut(groups: Groups, size: int) -> Groups:
-    """Each group in groups of so many consecutive members."""
+    """Divides each group into groups of `size` consecutive members."""
     return tuple((ranks[at : at + size], None) for ranks, _ in groups for at in range(0, len(ranks), size))
 
 

@@ -21,7 +21,7 @@ _HALVINGS, _NO_SHARE = 60, 1e-6
 
 
 def partition(draft: Draft) -> None:
-    """Cuts every variable that gets a gradient; operators go on reading the whole variable."""
+    """Cuts every variable that gets a gradient; operators keep reading the whole variable."""
     for variable in draft.graph.gradient_order:
         config = draft.strategy.config(variable.name)
         for index, box in enumerate(boxes(variable.shape, config)):

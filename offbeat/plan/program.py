@@ -40,7 +40,7 @@ class Issue(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A collective of a fully sharded unit, which has a place of its own in the step."""
+    """A collective of a fully sharded unit, which has its own place in the step."""
 
     task: Task
     slot: int
@@ -103,7 +103,7 @@ class StepProgram:
     placed: tuple[Placed, ...] = ()
     """Every collective of a step whose variables are fully sharded, in issue order."""
     reductions: int = 0
-    """Of these, the reductions that may be under way when the next one begins: backward waits for the others."""
+    """Of these, the reductions that may be in flight when the next one begins: backward waits for the others."""
 
     @property
     def order(self) -> tuple[Task, ...]:

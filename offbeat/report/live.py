@@ -79,7 +79,7 @@ class State(BaseModel):
     wire: Literal["recorded", "none", "fp16", "bf16"] = "recorded"
     straggler_rank: Annotated[int, Field(ge=0, lt=MOST_WORKERS)] = 0
     straggler: Factor = 1.0
-    """How many times as long that rank computes."""
+    """Factor by which that rank's compute is slower."""
 
     @classmethod
     def read(cls, raw: Any) -> "State":
@@ -290,7 +290,7 @@ class Session:
         return choices
 
     def _served(self, name: str) -> int:
-        """Parts that a strategy puts on servers: the more, the longer its replay takes."""
+        """Shards that a strategy puts on servers; the replay time grows with them."""
         if self.profile is None or name in (RECORDED, OPTIMISED):
             return 0
         try:

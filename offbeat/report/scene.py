@@ -72,9 +72,9 @@ class Scene:
     start: Ints
     end: Ints
     busy: Ints
-    """Ticks in which a span runs; less than its length where it stands for several."""
+    """Ticks in which a span runs; less than its length if it represents several."""
     count: Ints
-    """Spans of the timeline that each stands for."""
+    """Spans of the timeline that each one represents."""
     kind: NDArray[np.int8]
     name: Ints
     bytes: Ints

@@ -66,7 +66,7 @@ def gather_state(engine: Engine) -> dict[str, Any]:
 
 
 def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
-    """Loads a single device's state dict: every rank keeps what it updates."""
+    """Loads a single device's state dict: every rank keeps the state it updates."""
     engine.settle_all()
     base = engine.training.optimizer
     engine.owners.tell("load", state=whole)
@@ -113,7 +113,7 @@ def _spread_variables(engine: Engine) -> list[str]:
 
 
 def _held(engine: Engine) -> dict[str, list[Held]]:
-    """What this rank holds of spread variables; of what all replicas hold, the first replica's only."""
+    """The state that this rank holds of spread variables; of state on all replicas, only the first replica's."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     first = engine.plan.rank == engine.plan.replicas[0]
     owned = list(engine.owners.optimizers.values())

@@ -306,7 +306,7 @@ def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: tim
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
-    """Somebody else's averaging or sharding beside Offbeat's would corrupt the training."""
+    """Another averaging or sharding on top of Offbeat's would corrupt the training."""
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             where = f"its module {path!r}" if path else "it"

@@ -116,7 +116,7 @@ def outside_inference_mode(bring: Callable[Given, None]) -> Callable[Given, None
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient as it is, without asking anybody."""
+    """The stored gradient, without bringing it up to date."""
     return _gradient.__get__(parameter)
 
 

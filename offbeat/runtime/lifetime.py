@@ -33,7 +33,7 @@ class Closable(Protocol):
     """What must end before the interpreter does."""
 
     def close(self, deadline: float) -> None:
-        """Waits for what is under way until `deadline` (time.monotonic) and lets go of threads and connections."""
+        """Waits for collectives in flight until `deadline` (time.monotonic) and releases threads and connections."""
 
 
 _alive: "weakref.WeakSet[Closable]" = weakref.WeakSet()
@@ -49,7 +49,7 @@ def close_at_exit(runtime: Closable) -> None:
 
 
 def script_failed() -> bool:
-    """Whether the interpreter ends by an exception that nobody has caught, Ctrl-C too: Python notes it there."""
+    """Whether the interpreter ends by an uncaught exception, including Ctrl-C."""
     return hasattr(sys, "last_type")
 
 
@@ -102,4 +102,4 @@ class Callbacks:
 
 
 callbacks = Callbacks()
-"""Of this process: whoever asked for one may be gone before its collective has ended."""
+"""Per process: the caller may be gone before its collective has ended."""

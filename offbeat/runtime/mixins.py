@@ -62,7 +62,7 @@ class DistributedModel(ModelHooks):
         return _as(self._offbeat.plain_copy({}))
 
     def _before_conversion(self) -> None:
-        """The plan is made anew."""
+        """The plan is rebuilt."""
         self._offbeat.engine.settle_all()
         self._offbeat.engine.outdated = True
 

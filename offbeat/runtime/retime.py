@@ -36,7 +36,7 @@ LONG_ENOUGH_SECONDS = 0.02
 SLACK_SECONDS = 1e-3
 """A task that is planned earlier than its gradient is ready stalls the whole queue, one planned later costs little."""
 MOST_SLOWED = 4.0
-"""By which factor the job's collectives are believed to differ from those on an idle link, at the most."""
+"""Maximum factor by which the job's collectives are assumed to differ from those on an idle link."""
 
 
 def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:

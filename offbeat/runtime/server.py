@@ -68,7 +68,7 @@ class Server:
         self.channels.close(deadline)
 
     def _finish(self) -> None:
-        """Waits for parameters that are on their way back."""
+        """Waits for parameters on their way back."""
         for each in self.mine:
             with explain(self.training.plan, each):
                 each.finish()

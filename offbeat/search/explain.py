@@ -66,7 +66,7 @@ class Explanation:
 
     @property
     def speedup_over_ddp(self) -> float:
-        """1.25 means that DDP's step is 1.25 times as long."""
+        """1.25: DDP's step is 1.25 times as long."""
         return self.ddp_seconds / self.step_seconds if self.step_seconds else 1.0
 
     @property

@@ -29,7 +29,7 @@ from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
-"""Builders whose plans are the starting points, beside PACE's."""
+"""Builders whose plans are the starting points, in addition to PACE's."""
 _GAIN = 1e-6
 """Share of the step by which a proposal must shorten it."""
 _MOST_ROUNDS = 12

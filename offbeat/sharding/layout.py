@@ -75,7 +75,7 @@ class Box:
 
 
 def coordinate(rank: int, fine: Sequence[int]) -> tuple[int, ...]:
-    """Where a rank stands on the fine mesh."""
+    """The position of a rank on the fine mesh."""
     return tuple(int(index) for index in np.unravel_index(rank, fine))
 
 

@@ -314,7 +314,7 @@ class Steps:
         return {role: self._join(role, part.step, "end", parts, lag) for role in ready}
 
     def _send_through(self, part: StepTask, task: Task, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
-        """A relay: gradients go straight to the root, which sends the sum straight back, on a channel of its own."""
+        """A relay: gradients go straight to the root, which sends the sum straight back on its own channel."""
         up, back = task.halves
         sent = self._send_straight(part, up, ready, gate, f"{queue}.up")
         root = next(role for role in ready if task.root in self.roles.ranks[role])

@@ -31,7 +31,7 @@ class DeviceMoment:
     """A mark on a stream: when the GPU comes to it, and when the host put it there."""
 
     unused: ClassVar[dict[int, list[torch.cuda.Event]]] = defaultdict(list)
-    """Events of marks that nobody knows any more, by device. A new one costs the host more than one used again."""
+    """Unused events of marks, by device. Creating one costs the host more than reusing one."""
 
     __slots__ = ("device", "event", "host", "seconds")
 

@@ -161,7 +161,7 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
 
 
 def _without_cut_step(timeline: Timeline) -> Timeline:
-    """Without the first step, if the last one's communication goes on after it has ended."""
+    """Without the first step, if communication of the last one continues after its end."""
     sent = np.flatnonzero((timeline.kind == COMMUNICATION) & (timeline.mark_rows >= 0))
     finish = timeline.marks[timeline.mark_rows[sent], -1]
     if not (timeline.end[sent] > finish + 0.01 * timeline.step_seconds.mean()).any():
@@ -180,7 +180,7 @@ class _Segments(NamedTuple):
     start: Floats
     end: Floats
     counts: list[Integers]
-    """Per class, how many intervals of it are under way."""
+    """Per class, the number of active intervals."""
     first: Integers
     """Of each interval, the segment it begins with."""
     past: Integers
@@ -196,7 +196,7 @@ def _segments(group: Integers, start: Floats, end: Floats, kind: Integers, class
     change = np.repeat(np.array([1, -1]), intervals)[order]
     kinds = np.concatenate([kind, kind])[order]
     time, both = time[order], both[order]
-    # From a group's last event to the next group's first nothing is under way.
+    # From a group's last event to the next group's first, nothing is active.
     until = np.append(np.where(both[1:] == both[:-1], time[1:], time[:-1]), time[-1:])
     counts = [np.cumsum(np.where(kinds == number, change, 0)) for number in range(classes)]
     return _Segments(both, time, until, counts, place[:intervals], place[intervals:])
@@ -345,7 +345,7 @@ def _blame(timeline: Timeline, sweep: _Sweep, most: int, scale: float) -> tuple[
 
 
 def _critical_shares(timeline: Timeline) -> tuple[dict[str, float], dict[int, float]]:
-    """Each moment of the path belongs to the earliest of its spans that is under way."""
+    """Each moment of the path belongs to the earliest of its spans that is active."""
     positions = timeline.critical if timeline.critical is not None else critical_positions(timeline)
     if not len(positions):
         return {}, {}

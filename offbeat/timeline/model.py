@@ -157,7 +157,7 @@ class Timeline:
         return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in COLUMNS})
 
     def scaled(self, factor: float) -> "Timeline":
-        """The same with every time so many times as large."""
+        """The same with every time multiplied by a factor."""
         times = {column: factor * getattr(self, column) for column in ("start", "end", "queued", "marks")}
         return replace(self, **times)
 

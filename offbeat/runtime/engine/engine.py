@@ -300,6 +300,6 @@ class Engine:
 
 
 def _plain(message: Message) -> bool:
-    """Whether a message's only replica can apply it as it is."""
+    """Whether a message's only replica can apply it directly."""
     exact = not message.staleness and not message.asynchronous and message.encoder.name == "none"
     return message.replicated and exact and not message.roots

@@ -44,7 +44,7 @@ class Gradients:
     # Backward
 
     def backward_begins(self) -> None:
-        """What is under way or kept elsewhere must be shown first: the pass adds to it."""
+        """Gradients in flight or kept elsewhere must be shown first, because the pass adds to them."""
         self.publish_all()
         self.owners.prepared = self.owners.reduced = False
         self.phase = Phase.BACKWARD
@@ -166,7 +166,7 @@ class Gradients:
             self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
 
     def discard(self) -> None:
-        """Waits for the gradients that are on their way, and forgets them."""
+        """Waits for the gradients in flight, and drops them."""
         self.owners.tell("discard")
         self.owners.prepare()
         for synchroniser in self.training.synchronisers:

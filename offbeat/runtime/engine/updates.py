@@ -49,7 +49,7 @@ class Updates:
                     component.portions = Portions(synchroniser, component.optimizer, described.slices)
 
     def optimizers(self) -> list[UnitOptimizer]:
-        """Every optimizer that stands in for a part of the user's."""
+        """Every optimizer that replaces a part of the user's."""
         others = (self.outside, *(component.optimizer for component in self.components))
         return [*self.owners.optimizers.values(), *(each for each in others if each is not None)]
 

@@ -299,7 +299,7 @@ class _Search:
         return found
 
     def _unlike(self, candidates: list[Strategy], least: int) -> list[Strategy]:
-        """Without those that replay cannot tell from one that was tried or from a better one; at least so many."""
+        """Without strategies that replay cannot distinguish from a tried or better one; at least `least`."""
         seen = {f"{seconds:.6g}" for seconds in self.guide.predict([trial.strategy for trial in self.trials])}
         fresh: list[Strategy] = []
         like: list[Strategy] = []

@@ -23,7 +23,7 @@ from offbeat.simulate.fast.gradients import Arrangement, Gradients
 from offbeat.strategy import Strategy
 
 _PART_BYTES = (512 * 2**10, 2 * 2**20, 8 * 2**20)
-"""Sizes at which a slice may end, beside PACE's own cuts."""
+"""Sizes at which a slice may end, in addition to PACE's cuts."""
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _ROUNDING = 1e-12
 _Change = Callable[[Arrangement], Arrangement]

@@ -19,7 +19,7 @@ from offbeat.simulate.fast.gradients import Gradients
 from offbeat.strategy import Strategy
 
 _CREDITS = tuple(2**power for power in range(20, 25))
-"""Bytes under way at once."""
+"""Bytes in flight at once."""
 _LEAST_SLICE_BYTES = 2**19
 """Smaller slices take processors' time, which replay does not know: on two cores, jobs cut into slices of 64 KiB ran
 slower than DDP where replay had promised 1.5 times its speed."""

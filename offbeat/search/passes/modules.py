@@ -86,7 +86,7 @@ Region = tuple[str, ...]
 
 @register_pass("op_fusion", order=40)
 def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Each kind of region that was measured compiled, with its gradients in one message and as they are."""
+    """Each kind of region that was measured compiled, with its gradients in one message and unchanged."""
     kinds: dict[str, list[Region]] = defaultdict(list)
     taken = set().union(*candidate.strategy.fusion)
     for block in problem.graph.blocks:

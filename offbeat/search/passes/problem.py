@@ -21,7 +21,7 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
 
 AMP = "amp"
-"""What a user allows beside encoders: computing under autocast."""
+"""What a user may allow in addition to encoders: autocast."""
 
 
 @dataclass(frozen=True)
