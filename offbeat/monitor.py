@@ -81,9 +81,9 @@ def describe(reading: Reading) -> str:
 class Monitor(AbstractContextManager["Monitor"]):
     """Watches `model` until `close()`; construct it on every rank, after `distribute` or DDP and before training.
 
-    `predicted` is the expected step time: seconds, a Timeline of `offbeat.simulate`, or "measure", with which rank 0
-    records a few steps of Offbeat's engine and replays them, once per plan; that takes seconds. `readings` keeps what
-    was shown.
+    `predicted` is the expected step time: seconds, a Timeline from `offbeat.simulate`, or "measure": rank 0 then
+    records a few steps of Offbeat's engine and replays them, once per plan, which takes seconds. `readings` keeps all
+    readings.
     """
 
     @checked

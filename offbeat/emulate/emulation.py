@@ -86,9 +86,9 @@ class Host:
 class Emulation:
     """A cluster that exists inside a `with` block.
 
-    `hosts` is their number, or a list with the bandwidth of each; the bandwidth None means unlimited. `latency` is one
-    way between two hosts and needs a kernel with netem. `kind` says what this machine allowed. With `gpu` all ranks
-    share this machine's GPU as their device 0.
+    `hosts` is the number of hosts, or a list with the bandwidth of each; None means unlimited bandwidth. `latency` is
+    one-way between two hosts and needs a kernel with netem. `kind` is the kind of emulation that this machine supports.
+    With `gpu` all ranks share this machine's GPU as device 0.
     """
 
     @checked
@@ -173,9 +173,9 @@ class Emulation:
         return bool(self._ask_gpu("check")["answers"])
 
     def restart_gpu(self) -> None:
-        """Ends that service and all ranks on it, and starts it anew; `run` does so after a run in which a rank failed.
+        """Restarts that service, which ends all ranks on it; `run` does so after a run in which a rank failed.
 
-        A rank that dies with kernels in flight may leave it in a state in which nobody's kernels end.
+        A rank that dies with kernels in flight may leave it in a state in which no kernel ends.
         """
         self._gpu_environment = self._ask_gpu("restart")["environment"]
         self._gpu_suspect = False
@@ -300,9 +300,9 @@ class Emulation:
         return ends
 
     def run_function(self, function: str | Callable[..., Any], *args: Any, timeout: float | None) -> list[Any]:
-        """Calls a function of a module ('package.module:name', or the function) on every rank; its values, by rank.
+        """Calls a function of a module ('package.module:name', or the function) on every rank; returns values by rank.
 
-        Arguments and values travel as JSON, so tuples arrive as lists.
+        Arguments and values are sent as JSON, so tuples arrive as lists.
         """
         target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
         module, _, name = target.partition(":")

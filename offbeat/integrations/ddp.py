@@ -37,9 +37,9 @@ def ddp_kwargs(
 ) -> dict[str, Any]:
     """Keywords for DistributedDataParallel that give it the strategy's buckets.
 
-    `graph` is a captured or measured step of the model; without one gradients are taken to be ready in the opposite
-    order of registration, as DDP itself assumes. Where torch has no `bucket_cap_mb_list`, or the model has several
-    dtypes (each of which would start the list again), all buckets get the strategy's median size.
+    `graph` is a captured or measured step of the model; without one, gradients are assumed to be ready in reverse
+    registration order, as DDP itself assumes. If torch has no `bucket_cap_mb_list`, or the model has several dtypes
+    (each of which would start the list again), all buckets get the strategy's median size.
     """
     plan = _plan(strategy, model, graph, cluster)
     sizes = bucket_bytes(plan)

@@ -210,9 +210,9 @@ class Plan:
 
     @property
     def issue_order(self) -> tuple[tuple[int, int], ...]:
-        """The slices of gradients in the order in which they leave: message and first element of each.
+        """The slices of gradients in sending order: message and first element of each.
 
-        A rank knows all of them, also those that others reduce among themselves first.
+        Every rank knows all of them, even those that others first reduce among themselves.
         """
         sent = (task for task in self.communication if task.lane == "up")
         return tuple(dict.fromkeys((task.message, task.start) for task in sent))

@@ -32,7 +32,7 @@ class DistributedModel(ModelHooks):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backward passes inside stay local and accumulate, as with DDP."""
+        """Keeps gradients of backward passes inside local and accumulates them, as with DDP."""
         # A forward inside may replace the engine.
         runtime = self._offbeat
         before, runtime.engine.arrivals.synchronise = runtime.engine.arrivals.synchronise, False
@@ -42,11 +42,11 @@ class DistributedModel(ModelHooks):
             runtime.engine.arrivals.synchronise = before
 
     def join(self) -> AbstractContextManager[None]:
-        """Around a training loop that some ranks leave earlier than others, because they have less data."""
+        """Wraps a training loop that some ranks leave early because they have less data."""
         return join(self._offbeat)
 
     def flush(self) -> None:
-        """Waits for outstanding updates, stale ones included, so that every parameter holds its newest value."""
+        """Waits for pending updates, including stale ones, so that every parameter has its newest value."""
         self._offbeat.engine.drain()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -74,7 +74,7 @@ class DistributedModel(ModelHooks):
 
     @property
     def offbeat(self) -> Handle:
-        """The plan in force, its history, and a way to save it."""
+        """The current plan, its history, and a way to save it."""
         return Handle(self._offbeat)
 
 
@@ -83,7 +83,7 @@ class OuterModel(DistributedModel):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The same model without this attribute, so that code which unwraps models comes to an end."""
+        """The same model without this attribute, so that code which unwraps models terminates."""
         own = registries(self)[2].get("module")
         if own is not None:
             return own

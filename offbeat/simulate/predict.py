@@ -39,9 +39,9 @@ def simulate(
     expand: bool = False,
     memory: bool = True,
 ) -> Timeline:
-    """How a plan would run. The plan of one rank stands for a job in which all ranks do the same.
+    """Predicts how a plan would run. The plan of one rank represents a job in which all ranks do the same.
 
-    `costs` hold what was measured of a job; without them compute comes from the graph and the devices' figures, and
+    `costs` are measured in a job; without them compute comes from the graph and the device specifications, and
     communication from the cluster's links. `expand` replays every message that collectives are made of, between all
     ranks, which takes longer; else a collective is one task on each rank's link. `fold` replays ranks that do the same
     once.

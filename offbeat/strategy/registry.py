@@ -40,7 +40,7 @@ def builders() -> tuple[str, ...]:
 
 
 def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options: object) -> Strategy:
-    """The strategy the named builder makes for this model on this cluster."""
+    """Builds the strategy of the named builder for this model on this cluster."""
     build = _builders.get(name)
     if build is None:
         raise StrategyError(f"unknown builder {name!r}; known: {', '.join(builders())}")
@@ -79,7 +79,7 @@ class Recipe(BaseModel):
 
 
 def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
-    """What a strategy file holds."""
+    """The strategy or recipe in a strategy file."""
     content = files.read_bytes(path, "strategy")
     try:
         raw = files.parse_json(content, str(path), "strategy")
@@ -95,7 +95,7 @@ def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
 
 
 def find_strategy(named: str | PathLike[str], field: str, **options: Any) -> Strategy | Recipe:
-    """What a file holds, or the recipe of a builder's name and options; anything else is refused, naming the field."""
+    """The content of a strategy file, or the recipe of a builder's name and options; errors name the field."""
     if named in _builders:
         return Recipe(builder=str(named), options=options)
     if not Path(named).exists():

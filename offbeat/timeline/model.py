@@ -84,7 +84,7 @@ class Timeline:
     peak_memory: tuple[int, ...] = ()
     """Bytes per rank; empty where unknown."""
     critical: NDArray[np.int64] | None = None
-    """Positions of the spans on the critical path, in time order, where replay has found it."""
+    """Positions of the spans on the critical path, in time order, if replay has found it."""
     source: Literal["predicted", "measured"] = "measured"
     notes: tuple[str, ...] = ()
     """What was left out, and why."""

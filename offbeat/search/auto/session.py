@@ -43,9 +43,9 @@ def tune(
     `target` is a training script that calls `offbeat.distribute`, or a function (or 'package.module:function') that
     returns a model and its example inputs; `arguments` are the script's, or texts given to the function. Trials run on
     `ranks` processes of this machine, or on `machines`: an `offbeat.emulate.Emulation`, or a `LeadNode` of several
-    machines. `cluster` says what those are, if more is known than their number. `store` is the file that keeps the
+    machines. `cluster` describes them, if known. `store` is the file that keeps the
     trials (None keeps nothing); with `resume` the latest search for this model on this cluster is continued. Ctrl-C
-    returns what was found until then.
+    returns the best found so far.
     """
     from offbeat.runtime.comm import known_costs
     from offbeat.search.auto.job import trial_backend

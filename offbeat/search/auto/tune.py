@@ -101,14 +101,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search found."""
+    """The result of a search."""
 
     search: str
     """The name under which its trials are stored."""
     best: Trial | None
-    """None if no trial came to its end."""
+    """None if no trial completed."""
     trials: tuple[Trial, ...]
-    """All trials of the search in their order, also those of earlier runs that were resumed."""
+    """All trials of the search in order, including those of resumed runs."""
     baseline_seconds: float | None
     hit_rate: float
     accuracy: float

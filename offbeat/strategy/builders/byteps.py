@@ -17,7 +17,7 @@ from offbeat.strategy.model import Schedule, Strategy, VariableConfig
 def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", servers: str = "nodes") -> Strategy:
     """BytePS (Jiang et al., OSDI 2020) with ByteScheduler's priorities; 4 MB partitions are its default (dPRO §7.1).
 
-    Use it to compare with BytePS; between equal machines a ring sends no more bytes.
+    Use it to compare with BytePS; on equal machines a ring sends no more bytes.
 
     Where the cluster has servers that hold no replica, they and the workers sum gradients in slices of at most
     `partition` bytes, each as many as fit its link, and every replica applies the update: BytePS's summation service.

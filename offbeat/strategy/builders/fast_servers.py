@@ -1,4 +1,4 @@
-"""Unequal links: gradients by servers on the fastest, the rest as `overlap` has it."""
+"""Unequal links: gradients summed by servers on the fastest links, the rest as in `overlap`."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

@@ -1,4 +1,4 @@
-"""torch's FSDP2: units of modules whose variables are gathered before they are used, and freed behind that."""
+"""torch's FSDP2: units of modules whose variables are gathered before use and freed afterwards."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -11,13 +11,13 @@ from offbeat.strategy.model import Schedule, Strategy
 def build(
     graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 1
 ) -> Strategy:
-    """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
+    """All-reduce that overlaps the next forward (PACE's overlap), with sizes that work on slow and fast links.
 
-    Use it first where the network takes long and gradients are not clipped by their global norm.
+    Use it first if the network takes long and gradients are not clipped by their global norm.
 
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
     gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
-    urgent message waits for one slice at the most. One collective is under way at a time: two would share the link, and
+    urgent message waits for one slice at most. One collective is in flight at a time: two would share the link, and
     each round of the urgent one's ring would queue behind the other's bytes.
     """
     configs = fused(graph, _messages(graph, bytes_option("bucket", bucket)))
