@@ -198,8 +198,8 @@ def in_a_row(
 
     `taken` are their seconds among equals and `overhead` the part without bytes, in which the backend's threads wake
     and the ranks learn that the others are there. That begins when one of the `in_flight` before has ended, and delays
-    the wire only as far as it outlasts what the others have there. Where two small ones are under way and one ends
-    every `overhead`, each one takes twice as long. `beside` says how many of those before each may be under way with
+    the wire only as far as it outlasts what the others have there. Where two small ones are in flight and one ends
+    every `overhead`, each one takes twice as long. `beside` says how many of those before each may be in flight with
     it, where they are fewer.
     """
     if in_flight < 2:
@@ -214,7 +214,7 @@ def in_a_row(
 
 def network_seconds(plan: Plan, costs: Costs) -> float:
     """The least seconds per step for which the busiest rank's link is taken: it waits for nothing else, and overheads
-    are hidden behind the bytes of other messages where several may be under way."""
+    are hidden behind the bytes of other messages where several may be in flight."""
     busy: dict[tuple[int, bool], float] = defaultdict(float)
     """By rank and direction."""
     everyone = 0.0

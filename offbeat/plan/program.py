@@ -174,7 +174,7 @@ def program_of(plan: Plan) -> StepProgram:
         carriers=carriers,
         awaited=tuple(len(message.variables) for message in plan.messages),
         placed=_placed(plan, slots),
-        # On a CPU torch's reduce-scatter returns when it has ended; elsewhere one buffer may be under way.
+        # On a CPU torch's reduce-scatter returns when it has ended; elsewhere one buffer may be in flight.
         reductions=int(plan.cluster.device_of(plan.replicas[0]).device != "cpu"),
     )
 

@@ -256,7 +256,7 @@ def _with_own_servers(profile: Profile) -> Profile:
 
 
 def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
-    """Seconds of a step in which collectives were under way, each from the min or max (`begins`) of its starts on."""
+    """Seconds of a step in which collectives were in flight, each from the min or max (`begins`) of its starts on."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for number in np.flatnonzero(timeline.kind == KINDS.index("communication")):
         key = int(timeline.step[number]), int(timeline.task[number])

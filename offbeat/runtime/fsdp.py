@@ -135,7 +135,7 @@ class FullyShardedModel(_Sharded):
 
     @property
     def offbeat(self) -> Handle:
-        """The plan in force and a way to save it."""
+        """The current plan, and a way to save it."""
         return Handle(self._offbeat)
 
 
@@ -181,7 +181,7 @@ def _share_state(model: nn.Module, world: TorchWorld) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """The plain tensor that a DTensor's parts make, on the CPU; anything else as it is."""
+    """The plain tensor of a DTensor's shards, on the CPU; anything else unchanged."""
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 log = logging.getLogger("offbeat")
 
 GRACE_SECONDS = 30.0
-"""How far other ranks may be behind at the end; one that hangs must not keep this one from ending."""
+"""How far other ranks may be behind at the end; a hanging rank must not keep this one from ending."""
 FAILED_GRACE_SECONDS = 1.0
-"""The same where the script has failed, and the job with it."""
+"""The same if the script, and so the job, has failed."""
 LAST_RESORT_SECONDS = 60.0
 """After the grace time: a process that still hangs then, such as in a GPU's driver whose peer has died, is ended."""
 CALLBACK_SECONDS = 0.05
-"""A thread that has run a Python callback may still have to let go of it."""
+"""Time for a thread that has run a Python callback to release it."""
 
 
 class Closable(Protocol):
@@ -40,7 +40,7 @@ _alive: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_at_exit(runtime: Closable) -> None:
-    """Sees to it that `runtime` is closed before the interpreter goes down."""
+    """Makes sure that `runtime` is closed before the interpreter shuts down."""
     if not len(_alive):
         # Registered late, so that it runs before what torch itself has registered.
         atexit.unregister(_at_exit)

@@ -54,7 +54,7 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.zero_grad(set_to_none, self.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A plain model with the newest values, which takes no part in the job."""
+        """A plain model with the newest values, detached from the job."""
         return self._offbeat.plain_copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,14 +123,14 @@ class DistributedOptimizer(_Optimizer):
         self._offbeat.engine.outdated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """As a single device's; where a strategy spreads state over ranks, every rank must call it."""
+        """A single device's state dict; if a strategy spreads state over ranks, every rank must call it."""
         return gather_state(self._offbeat.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scatter_state(self._offbeat.engine, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """A plain optimizer, which takes no part in the job."""
+        """A plain optimizer, detached from the job."""
         return copy.deepcopy(self._offbeat.plain_optimizer(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

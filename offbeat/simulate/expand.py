@@ -3,7 +3,7 @@
 The global dataflow graph of dPRO section 4.1 in full: each rank computes on its own device and sends on its own link,
 and a collective is the SENDs and RECVs of `offbeat.simulate.collectives`. A rank starts its part when its own gradients
 are complete, it has started everything before it in the issue order, and no more than the schedule's `in_flight` and
-`credit_bytes` are under way; the others' lateness reaches it through the messages it waits for.
+`credit_bytes` are in flight; the others' lateness reaches it through the messages it waits for.
 
 Links are as fast as the cluster says, hop by hop. Where a collective was measured, its links are as fast as it takes
 for the collective alone to last as long as it did.

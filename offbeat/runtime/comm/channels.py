@@ -75,7 +75,7 @@ class Channels:
         while self.opened:
             self.opened.popitem()[1].close(deadline)
         for relay in self.relays.values():
-            # What was still under way has been broken off.
+            # What was still in flight has been broken off.
             relay.close(time.monotonic() + 1.0)
 
 

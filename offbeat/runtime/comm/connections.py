@@ -1,6 +1,6 @@
 """Shut down the sockets of a gloo process group.
 
-Gloo has no call that ends a collective under way: its abort() and shutdown() do nothing to it, and deleting the group
+Gloo has no call that ends a collective in flight: its abort() and shutdown() do nothing to it, and deleting the group
 waits for it. Without connections it fails at once, on every rank, and the group's threads end.
 """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Tells the engine of gradients that its plan synchronises; other parameters must not get one."""
+    """Reports gradients that the plan synchronises to the engine; other parameters must not get one."""
 
     def __init__(self, engine: "Engine") -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Arrivals:
         self.complete: set[str] = set()
         """Parameters whose gradient has been reported as complete in this pass."""
         self.outer = False
-        """The end of the outermost pass will be reported."""
+        """Whether the end of the outermost pass will be reported."""
         planned = engine.plan.program.carriers
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived if name in planned else _refuse, name))
@@ -46,7 +46,7 @@ class Arrivals:
             after_backward(self._end)
 
     def recover(self) -> None:
-        """Ends a pass that an error has cut short; called outside of any pass."""
+        """Ends a pass that an error cut short; called outside any pass."""
         if self.under_way or self.outer:
             self._end()
 

@@ -12,7 +12,7 @@ from offbeat.runtime.comm import Channel, Work
 
 
 class UnusedParameters:
-    """Finds out which variables no replica used."""
+    """Finds the variables that no replica used."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], channel: Channel, track: bool | None) -> None:
         self.place = {name: index for index, name in enumerate(parameters)}
@@ -20,12 +20,12 @@ class UnusedParameters:
         device = next(iter(parameters.values())).device
         self.used = torch.ones(len(parameters), dtype=torch.int32, device=device)
         self.track = track
-        """Whether to ask; None until the first step has shown whether it is needed."""
+        """Whether to ask the other ranks; None until the first step has shown whether it is needed."""
         self.work: Work | None = None
         self.nowhere: list[str] = []
 
     def backward_ended(self, absent: list[str]) -> None:
-        """Starts asking the other ranks, if that is needed."""
+        """Starts asking the other ranks, if needed."""
         # Gradients that were forgotten leave their question on the wire, and this one uses the same memory.
         self.unused()
         self.nowhere = []

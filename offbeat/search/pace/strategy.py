@@ -40,7 +40,7 @@ def pace_strategy(
     """
     costs = costs or Costs()
     start = build_strategy("wfbp", graph, cluster)
-    # Two messages under way would share the link, and the urgent one would come late.
+    # Two messages in flight would share the link, and the urgent one would come late.
     start = start.model_copy(update={"name": "pace", "schedule": Schedule(in_flight=1)})
     plan = lower(graph, cluster, start)
     gradients = gradients_of(plan, costs, coarsen=coarsen, slack_seconds=slack_seconds)

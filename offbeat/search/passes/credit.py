@@ -2,7 +2,7 @@
 
 The more bytes are handed over, the better the cost of each message hides behind others, and the longer an urgent one
 waits for them. Slices and credit depend on each other, so both are tried together, on the candidate's messages and on
-one for each unit of gradients. Replay lets messages under way follow each other; in a job they share the wire, which
+one for each unit of gradients. Replay lets messages in flight follow each other; in a job they share the wire, which
 delays the first of them by no more than what the credit holds.
 """
 

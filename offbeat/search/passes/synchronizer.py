@@ -19,7 +19,7 @@ _SERVED = 2
 """Variables, the largest ones, that are tried on a server."""
 SLICE_BYTES = 2 * 2**20
 _SUMMED_SLICES, _SUMMED_IN_FLIGHT = (2**19, 2**20), 4
-"""Bytes of slices that servers sum, and how many of them are under way: each root has its own."""
+"""Bytes of slices that servers sum, and how many of them are in flight: each root has its own."""
 
 
 @register_pass("synchronizer", order=50)
