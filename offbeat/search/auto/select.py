@@ -27,9 +27,9 @@ from offbeat.strategy import Schedule, Strategy
 ACCURACY = 0.8
 """The paper's 'desired ranking accuracy (say 80%)'."""
 RECENT = 40
-"""Trials the level is tested against."""
+"""Trials against which the level is tested."""
 TIE = 0.01
-"""Measured times closer than this share are not ordered by any trial."""
+"""Measured times closer than this share are not ranked by any trial."""
 Values = Sequence[float] | NDArray[np.float64]
 
 

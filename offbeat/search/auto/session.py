@@ -70,7 +70,7 @@ def tune(
 
 
 def target_name(target: Target) -> str:
-    """What trials in other processes know a target by."""
+    """The name by which trials in other processes import a target."""
     if not callable(target):
         return fspath(target)
     module, name = target.__module__, target.__qualname__

@@ -259,7 +259,7 @@ class _Search:
         self.winner = next((trial for trial in hand_made if trial.took < (1 + MARGIN) * best.took), best)
 
     def _ordered(self, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """The fastest predicted one first."""
+        """Fastest predicted first."""
         return [strategies[position] for position in np.argsort(self.guide.predict(strategies), kind="stable")]
 
     def _choose(self, count: int) -> list[Strategy]:
@@ -283,7 +283,7 @@ class _Search:
         return [kept[p] for p in diverse_pick(predicted[positions], similarity, count, self.options.alpha)]
 
     def _candidates(self) -> list[Strategy]:
-        """New strategies, each once; where the guide may, with those that descend from the best predicted ones."""
+        """New strategies, each once; if the guide allows it, with descendants of the best predicted ones."""
         total, generations = self.options.candidates, self.options.generations
         found = list(self.starts)
         if self.uses_neighbours:
@@ -326,7 +326,7 @@ class _Search:
         self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
 
     def _stored(self) -> list[Trial]:
-        """The trials of the search that is resumed."""
+        """The trials of the resumed search."""
         name, resume = self.options.search, self.options.resume
         if self.store is None:
             if resume:
@@ -338,7 +338,7 @@ class _Search:
         return known
 
     def _use_earlier(self, store: TrialStore) -> None:
-        """Begins with what other searches left for the same model elsewhere, or for another model here.
+        """Starts from other searches for the same model elsewhere, or for another model here.
 
         These are a trained simulator (of this very domain, or of the one with most trials), trials to learn from, and
         strategies to begin with.
@@ -362,11 +362,11 @@ class _Search:
 
 
 def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Each strategy once, where it came first."""
+    """Each strategy once, at its first position."""
     return list({strategy.digest: strategy for strategy in strategies}.values())
 
 
 def _fastest(trials: Sequence[Trial], built: bool = False) -> list[Trial]:
-    """Those that came to their end, fastest first; with `built` those of the builders only."""
+    """Completed trials, fastest first; with `built`, only those of builders."""
     done = (trial for trial in trials if trial.status == "done" and not (built and trial.strategy.name == "auto"))
     return sorted(done, key=lambda trial: trial.took)

@@ -47,7 +47,7 @@ class _Chain(NamedTuple):
     tail: Any
     overhead: float
     floor: float
-    """No step is shorter: the tensors that make the bound without overhead need at least one collective."""
+    """A lower bound of the step: the tensors that make the bound without overhead need at least one collective."""
 
 
 def search_fusion(ready: Values, sizes: Values, tail: Values, seconds_per_byte: float, overhead: float) -> LinkSchedule:

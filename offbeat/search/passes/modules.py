@@ -70,7 +70,7 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 @register_pass("accumulate", aim="memory", order=20)
 def micro_batches(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """The smallest number of equal micro-batches that fits; the largest where none does."""
+    """The smallest number of equal micro-batches that fits; the largest if none does."""
     batch = next((tensor.shape[0] for tensor in problem.graph.inputs if tensor.shape), _MOST_MICRO_BATCHES)
     most = min(batch, _MOST_MICRO_BATCHES)
     counts = [n for n in range(2, most + 1) if batch % n == 0 and n > candidate.strategy.accumulation]
@@ -107,7 +107,7 @@ def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 @register_pass("amp", order=30)
 def amp(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Forward under autocast to bfloat16, where the user allows it and the model's blocks were measured so."""
+    """Forward under autocast to bfloat16, if the user allows it and the model's blocks were measured with it."""
     measured = any("bf16" in block.seconds for block in problem.graph.blocks)
     if AMP in problem.allow and measured and candidate.strategy.precision is None:
         yield candidate.strategy.model_copy(update={"precision": "bf16"})

@@ -56,7 +56,7 @@ def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 
 def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Shard | None:
-    """The exchange in which every replica updates that takes the link least; None if it has that one."""
+    """The cheapest exchange on the link in which every replica updates; None if it has that one."""
     current = candidate.strategy.config(variable.name).shards[0]
     if current.encoder.name != "none" or current.staleness or current.asynchronous:
         return None
@@ -82,7 +82,7 @@ def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Sha
 
 
 def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
-    """The strategy with these shards, each in a message of its own, in the order of urgency."""
+    """The strategy with these shards, each in its own message, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
     changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
     size = strategy.schedule.slice_bytes or SLICE_BYTES
