@@ -120,7 +120,7 @@ def test_one_rank_stands_for_all(tmp_path: Path) -> None:
     assert "1 of 8 ranks have a trace; the others are assumed to be alike" in profile.timeline.notes
     assert profile.costs.collectives["all_reduce", 8].seconds_per_byte == pytest.approx(1e-9, rel=0.1)
     write(tmp_path, ranks=1, world=1)
-    with pytest.raises(OffbeatError, match="give --workers"):
+    with pytest.raises(OffbeatError, match="pass --workers"):
         load_ddp_profile(tmp_path)
     assert load_ddp_profile(tmp_path, workers=4)[0].cluster.world_size == 4
 

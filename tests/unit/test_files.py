@@ -118,7 +118,7 @@ def test_a_file_that_is_too_large(tmp_path, monkeypatch):
     path = write(tmp_path / "a", b"1" * 1001)
     assert refused(files.read_bytes, path, "plan") == f"{path}: larger than 1000 bytes, the limit for a plan file"
     assert files.read_bytes(write(tmp_path / "b", b"1" * 1000), "plan") == b"1" * 1000
-    assert "more than the 1000 bytes" in refused(files.read_bytes, "/dev/zero", "plan")
+    assert "larger than 1000 bytes" in refused(files.read_bytes, "/dev/zero", "plan")
 
 
 def test_a_large_sparse_file_is_refused_quickly(tmp_path):

@@ -113,11 +113,11 @@ def write_recording(folder: Path, **changes: Any) -> Path:
     ("changes", "sentence"),
     [
         ({"l0_world": 10**12}, "world: .* got 1000000000000"),
-        ({"l0_rank": 2}, "there is no rank 2 among 2"),
+        ({"l0_rank": 2}, "rank 2 is outside the job of 2 ranks"),
         ({"l0_gradients": ["lost.weight"]}, "the gradient 'lost.weight' belongs to no parameter"),
         ({"l0_parameters": [["a", [-1], "float32"]], "l0_gradients": []}, r"parameters\[0\].* got -1"),
         ({"l0_parameters": [["a", [2**39] * 9, "float32"]], "l0_gradients": []}, "is not a tensor's shape"),
-        ({"l0_parameters": [["a", [1], "float7"]], "l0_gradients": ["a"]}, "'float7' is not a type"),
+        ({"l0_parameters": [["a", [1], "float7"]], "l0_gradients": ["a"]}, "'float7' is not a gradient's dtype"),
         ({"l5_forward": [[7, 0.0, 0.0]]}, "step 2 names a module or a gradient that the job does not have"),
         ({"l5_backward": [[-1, 0.0]]}, r"backward\[0\]\[0\]: .* got -1"),
         ({"l5_local": [["sleep", [], 0.0, 0.0]]}, r"local\[0\]\[0\]: .* got 'sleep'"),

@@ -364,7 +364,7 @@ def test_one_bad_file_does_not_stop_the_others(tmp_path: Path) -> None:
     timeline, notes = read_folder(tmp_path)
     assert timeline.ranks == (0, 1)
     assert "rank2.json: cannot read the trace: it is cut off" in notes[0]
-    assert "rank3.json: left out, because rank0.json is a trace of rank 0 too" in notes[1]
+    assert "rank3.json: left out, because rank0.json is also a trace of rank 0" in notes[1]
 
 
 def test_a_folder_without_a_usable_trace_is_an_error(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_states_that_cannot_be_replayed(session: Session, recording: Path, monke
     assert session.replay(State(workers=4096, strategy="byteps"))["step_seconds"] > 0
     monkeypatch.setattr("offbeat.report.live.MOST_SERVER_PARTS", 20_000)
     for state, part in [
-        (State(strategy="no_such"), "there is no 'no_such'"),
+        (State(strategy="no_such"), "unknown strategy 'no_such'"),
         (State(strategy=str(recording / "rank0.jsonl")), "there is no '"),
         (State(straggler=2.0, straggler_rank=9), "rank 9 is outside the job's ranks 0 to 3"),
         (State(workers=4096, strategy="partitioned_ps"), "take too long for this page"),
@@ -260,7 +260,7 @@ def test_asking_for_numbers(live: LiveServer, session: Session) -> None:
     assert answer["step_seconds"] == session.replay(State(bandwidth=2.0))["step_seconds"]
     assert post(live, "memory", {})[1] == session.memory(State())
     assert post(live, "rank", {"strategy": "ddp"})[1]["step_seconds"] > 0
-    assert "there is no 'no_such'" in post(live, "replay", {"strategy": "no_such"})[1]["refused"]
+    assert "unknown strategy 'no_such'" in post(live, "replay", {"strategy": "no_such"})[1]["refused"]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_bad_file_names_its_line_and_stores_nothing(tmp_path):
         with pytest.raises(OffbeatError, match=r"trials\.jsonl:2: not a trial: strategy: it is required"):
             store.import_folder(tmp_path / "out")
         assert store.domains() == []
-        with pytest.raises(OffbeatError, match="holds no domain"):
+        with pytest.raises(OffbeatError, match="contains no domain"):
             store.import_folder(tmp_path / "nothing")
 
 

@@ -245,7 +245,7 @@ def test_an_interrupt_returns_the_best_and_resume_goes_on(tmp_path):
         assert first.interrupted
         assert len(first.trials) == 5
         assert first.best is not None
-        with pytest.raises(OffbeatError, match="search 'search' has 5 trials already"):
+        with pytest.raises(OffbeatError, match="search 'search' already has 5 trials"):
             tune(GRAPH, CLUSTER, run, options, store=store)
         second = tune(GRAPH, CLUSTER, run, replace(options, resume=True), store=store)
         assert not second.interrupted
@@ -374,7 +374,7 @@ def test_bad_options_are_refused():
         Options(guide="luck")  # type: ignore[arg-type]
     with pytest.raises(OffbeatError, match="similarity: 'taste'"):
         Options(similarity="taste")
-    with pytest.raises(OffbeatError, match="needs the trial store"):
+    with pytest.raises(OffbeatError, match="needs its trial store"):
         tune(GRAPH, CLUSTER, run, Options(resume=True))
 
 
