@@ -220,7 +220,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         while runtime.engine.reports.observer is not None:
             yield
         recorder = MemoryRecorder()
-        # One rank alone compares its clock with nobody's.
+        # A single rank has no other clock to compare with.
         recorder._tick = list  # type: ignore[method-assign]
         with recorder:
             while recorder.steps <= RECORDED_STEPS:

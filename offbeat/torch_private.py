@@ -1,6 +1,6 @@
 """Every private torch API that Offbeat uses.
 
-Torch may change a name with an underscore in any release. Each such name stands here once, with what it is for and what
+Torch may change a name with an underscore in any release. Each such name appears here once, with its purpose and what
 happens in a release that lacks it. What is re-exported then fails with one sentence as it is imported; a function whose
 docstring says nothing else fails as it is called, with torch's own AttributeError.
 """

@@ -29,14 +29,14 @@ from offbeat.strategy.model import SERVERS
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the model multiplies its counts with."""
+    """The coefficients of the model's counts."""
 
     phi_seconds: float = 50e-6
     """φ, the network overhead of one participant: by default the latency of ordinary Ethernet."""
     delta_seconds: float = 20e-6
     """δ, launch and copy of one message: by default that of a few GPU kernels."""
     transfer_scale: float = 1.0
-    """Measured over nominal transfer time: above 1 where links do not reach their bandwidth."""
+    """Measured over nominal transfer time: above 1 if links do not reach their bandwidth."""
 
 
 class MessageFeatures(NamedTuple):

@@ -32,7 +32,7 @@ from offbeat.plan.model import Message, Plan
 Runtime = Literal["offbeat", "torch"]
 
 SCALAR_BYTES = 4
-"""The step counter that Adam and its kin keep for each variable."""
+"""The step counter that Adam and similar optimizers keep for each variable."""
 COUNTING = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Adagrad", "Rprop", "RMSprop", "Adadelta")
 SINGLE_TEMPORARIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 2, "Adadelta": 2}
 """Tensors of a variable's size that torch's single-tensor update holds at once (its default on CPUs): the square root
@@ -52,7 +52,7 @@ class MemoryEstimate:
     weights: int
     """Variables, frozen parameters and buffers, and copies of them that the runtime sends from."""
     gradients: int
-    """Gradients that autograd made, and the flat buffers they travel in."""
+    """Gradients made by autograd, and the flat buffers in which they are sent."""
     optimizer_state: int
     activations: int
     """Results of operators: kept for backward, or passed on to the next operator."""
@@ -99,7 +99,7 @@ Bytes = Counter[str]
 
 
 def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
-    """What is allocated whichever operator runs, and what the optimizer's step adds to it."""
+    """Memory allocated whichever operator runs, and the additional memory of the optimizer's step."""
     graph, device = plan.graph, plan.cluster.device_of(rank).device
     library = HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
     held = Counter(
@@ -123,7 +123,7 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
 
 
 def _add_parts(held: Bytes, at_step: Bytes, plan: Plan, rank: int) -> None:
-    """A rank's own parts of fully sharded variables: their values, gradients and state."""
+    """A rank's own shards of fully sharded variables: values, gradients and state."""
     sizes = [variable.bytes for variable in plan.graph.gradient_order]
     frozen = sum(constant.bytes for constant in plan.graph.constants if constant.kind == "frozen")
     whole = sum(variable.bytes for variable in plan.graph.variables) + frozen

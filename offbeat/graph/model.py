@@ -130,12 +130,12 @@ class Constant(_Sized):
 
 
 Way = Literal["eager", "compiled", "recomputed", "bf16", "compiled bf16"]
-"""How a block is computed: as it is, by torch.compile, with its forward repeated in backward, under autocast."""
+"""How a block is computed: plain, by torch.compile, with its forward repeated in backward, under autocast."""
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """What modules that run one after another take on one device, measured."""
+    """Measured times of consecutive modules on one device."""
 
     modules: tuple[str, ...]
     """Their paths, in the order in which they run."""
@@ -154,7 +154,7 @@ class BlockTimes:
         return after / before if before else 1.0
 
     def recomputing(self) -> float | None:
-        """What recomputing adds to a step, as a share of the forward; None where it was not measured."""
+        """The cost of recomputation as a share of the forward; None if not measured."""
         if "recomputed" not in self.seconds or not self.seconds["eager"][0]:
             return None
         return max(0.0, sum(self.seconds["recomputed"]) - sum(self.seconds["eager"])) / self.seconds["eager"][0]

@@ -1,6 +1,6 @@
 """The phases of tuning a running job: warm up, record, search in the background, try plans, keep a faster one, watch.
 
-The search runs in a process of its own (`searcher.py`); training goes on, and the answer is taken at the end of a step
+The search runs in its own process (`searcher.py`); training continues, and the answer is taken at the end of a step
 by all ranks alike. A new plan is kept only if alternating blocks of real steps show that it is faster (`verdict.py`).
 Later, when steps have become longer or shorter than they were, it looks again. Every decision is told once, on rank 0.
 """

@@ -143,7 +143,7 @@ class Session:
         return cls(profile, f"{graph.name} on {cluster.name}", captured=True)
 
     def about(self, _: State | None = None) -> dict[str, Any]:
-        """What the page needs before the first replay."""
+        """The page's data before the first replay."""
         nodes = self.profile.cluster.nodes if self.profile else ()
         node = nodes[0] if len(nodes) > 1 else None
         strategies = [RECORDED, *([OPTIMISED, *builders()] if self.profile else ())]

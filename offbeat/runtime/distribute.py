@@ -152,7 +152,7 @@ class Runtime:
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
     def switch(self, plan: Plan) -> None:
-        """Goes on with another plan from the next step on. Parameters and optimizer state stay as they are.
+        """Switches to another plan from the next step on. Parameters and optimizer state do not change.
 
         Every rank must call it between two steps, with the same plan.
         """
@@ -209,12 +209,12 @@ class Runtime:
         self.engine.close(deadline)
 
     def fit_if_outdated(self) -> None:
-        """Between two passes: plans anew if something is known to have changed, as a step may come before a forward."""
+        """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
         if self.engine.outdated:
             self._fit_model()
 
     def _fit_model(self) -> None:
-        """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
+        """Rebuilds the plan if the training loop has changed the model or the optimizer; all ranks call it together."""
         if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         graph = skeleton(self.model)

@@ -40,7 +40,7 @@ def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
             value = forward(value)
         return value
 
-    # Torch counts compilations by a function's code and gives up after eight: each region has code of its own.
+    # Torch counts compilations per code object and gives up after eight: each region gets its own code.
     run.__code__ = run.__code__.replace(co_name=f"region{next(_numbers)}")
     return torch.compile(run, backend=backend, dynamic=False)
 

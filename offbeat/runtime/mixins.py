@@ -1,6 +1,6 @@
 """What distribute() adds to the classes of a model and of an optimizer.
 
-Both stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and `isinstance` go on as
+Both stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and `isinstance` work as
 before. Copies and pickles are plain again: they take no part in the job.
 """
 

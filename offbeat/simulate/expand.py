@@ -23,7 +23,7 @@ from offbeat.simulate.step import Steps
 from offbeat.simulate.taskgraph import TaskGraph
 
 CHAIN_CHUNKS = 16
-"""Into which a reduction or a broadcast along a chain is cut, so that its hops overlap."""
+"""Chunks of a reduction or broadcast along a chain, so that its hops overlap."""
 _MESSAGES = 2**40
 """Ids of expanded tasks begin here until both kinds are joined."""
 
@@ -35,7 +35,7 @@ class ExpandedSteps(Steps):
         self.messages = GraphBuilder(count=_MESSAGES)
         self.role_of = {rank: role for role, (rank,) in enumerate(roles.ranks)}
         self.released: dict[int, int] = {}
-        """For each task that stands for a rank's part in a collective, the one at whose end it began."""
+        """For each task that represents a rank's part in a collective, the task at whose end it began."""
         self.links: dict[tuple[str, tuple[int, ...], int | None], Links] = {}
         super().__init__(plan, costs, roles, steps)
 

@@ -22,11 +22,11 @@ from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
 BARRIER_STEPS, DEFERRED_STEPS = 2, 3
-"""Steps that are expanded: with a barrier all are alike, else the first one has nothing to wait for."""
+"""Steps that are expanded: with a barrier all are equal, otherwise the first one has nothing to wait for."""
 SHOWN_STEPS = 2
 """The last steps, which the timeline shows."""
 SHOWN_RANKS = 64
-"""With more ranks only one of each role is shown."""
+"""With more ranks, only one of each role is shown."""
 INTERFERENCE_ROUNDS = 4
 
 

@@ -52,9 +52,9 @@ class TaskGraph:
     successor: Ints
     indegree: Ints
     topological: Ints
-    """Tasks in an order in which each follows all that it waits for."""
+    """Tasks in topological order."""
     label: NDArray[np.int64] | None = None
-    """What tells tasks apart that are otherwise alike, such as the number of a chunk; part of the structural hash."""
+    """Distinguishes otherwise equal tasks, such as by chunk number; part of the structural hash."""
 
     @classmethod
     def from_arrays(

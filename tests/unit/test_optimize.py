@@ -376,7 +376,7 @@ def test_memory_limit_is_kept_by_the_cheaper_technique(small_bert):
 
 def test_impossible_memory_limit_names_the_least():
     graph = zoo.capture("mlp", scale=0.1, batch=64)
-    with pytest.raises(OffbeatError, match=r"memory_limit: 1 KiB is not enough for 'mlp': the smallest peak found is .*iB"):
+    with pytest.raises(OffbeatError, match=r"1 KiB is not enough for 'mlp': the smallest peak found is .*iB"):
         optimize(graph, CLUSTER, memory_limit=1024, rounds=0)
 
 

@@ -1,6 +1,6 @@
 """The channels that one rank needs for its part of a plan.
 
-Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts
+Gradients and returning parameters use separate channels, so that neither can delay the other. A channel starts
 its collectives in the order in which they are put in; every rank puts them in in the plan's order.
 """
 
@@ -75,7 +75,7 @@ class Channels:
         while self.opened:
             self.opened.popitem()[1].close(deadline)
         for relay in self.relays.values():
-            # What was still in flight has been broken off.
+            # Collectives still in flight have been aborted.
             relay.close(time.monotonic() + 1.0)
 
 

@@ -5,7 +5,7 @@ a port open from the start. The kernel closes it with the process, which tells a
 what others write to it until somebody reads: a survivor that finds the dead rank tells all others before it ends. No
 store is needed, which may have died with its rank.
 
-Gloo's collectives fail on the host, which then asks who is to blame. Those of NCCL run on the GPU: when a rank dies
+Gloo's collectives fail on the host, which then asks for the cause. Those of NCCL run on the GPU: when a rank dies
 they never end, and the host waits with them, be it in `item()` or as it exits. There a thread (`DeathWatch`) holds a
 connection to every rank's port, which breaks with the process at its other end, and ends this process.
 """

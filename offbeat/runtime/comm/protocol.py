@@ -79,7 +79,7 @@ class Channel(Protocol):
     def close(self, deadline: float | None = None) -> None:
         """Leaves the channel once everything in flight has ended; the others' collectives on it fail from then on.
 
-        What is still in flight at `deadline` (time.monotonic) is broken off, and so fails on all ranks.
+        Collectives still in flight at `deadline` (time.monotonic) are aborted, and so fail on all ranks.
         """
 
 

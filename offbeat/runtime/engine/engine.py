@@ -270,7 +270,7 @@ class Engine:
     def close(self, deadline: float) -> None:
         """Waits for collectives in flight until `deadline` (time.monotonic), drops them, ends threads and sockets."""
         if self.server is not None and not script_failed():
-            # A rank that has failed says no farewell, so that those whom it sent gradients to learn of it.
+            # A failed rank says no goodbye, so that the owners of its gradients notice.
             self._say_farewell()
             self.server.close(deadline)
         elif not script_failed():

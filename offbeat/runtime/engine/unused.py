@@ -1,6 +1,6 @@
 """Find variables that a backward pass did not reach, on this rank or on any.
 
-A variable some replica used is averaged with zeros from the others. One that nobody used must keep no gradient at all,
+A variable some replica used is averaged with zeros from the others. One that no replica used must keep no gradient,
 or momentum and weight decay would still move it; only all ranks together can know. The first step asks them; later ones
 ask again only if it found such a variable, or if the user says so, as each question costs a small collective.
 """

@@ -1,6 +1,6 @@
 """Apply averaged gradients to parameters: all at once, or each component when it is needed.
 
-A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): whoever uses one settles it.
+A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): using one applies the update.
 """
 
 from collections.abc import Generator, Iterable

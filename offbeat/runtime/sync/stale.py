@@ -1,6 +1,6 @@
 """Staleness K: a message may arrive up to K steps after it left.
 
-A replica goes on while its last K gradients are still in flight, and waits for the one before them: so when it begins
+A replica continues while its last K gradients are still in flight, and waits for the one before them: so when it begins
 step c, every other replica has finished the backward pass of step c - K - 1, which is the bound of stale synchronous
 parallel training. What has arrived is applied at once, in the order in which it left; every replica applies the same
 sums in the same order.

@@ -136,7 +136,7 @@ def _finish(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends:
 
 @compiled
 def _updates(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends: Any) -> Any:
-    """Seconds of each group's update, and when it is done if nothing but the link holds it up."""
+    """Seconds of each group's update, and when it is done if only the link delays it."""
     update = units.update_call + groups.update
     applied = arrival + update
     for group in range(len(arrival)):

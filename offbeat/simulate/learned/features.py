@@ -99,7 +99,7 @@ class Samples:
 
 
 def rank_pairs(times: NDArray[np.float64], tie: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(faster, slower) positions of all pairs of times that differ by more than a share of `tie`."""
+    """(faster, slower) positions of all pairs of times that differ by more than the share `tie`."""
     first, second = np.triu_indices(len(times), 1)
     apart = np.abs(times[first] - times[second]) > tie * np.minimum(times[first], times[second])
     first, second = first[apart], second[apart]
