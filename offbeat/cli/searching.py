@@ -41,7 +41,7 @@ def optimize(
         str | None,
         Option(metavar="NAME|FILE", help="A preset or a file; default: as recorded.", autocompletion=complete_cluster),
     ] = None,
-    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Memory per device, such as 16GiB, or auto.")] = None,
+    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB; or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
         int | None, Option(min=1, help="Number of ranks, if it differs from the number of traces.")

@@ -19,7 +19,7 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, partition: Size = "4MiB", 
 
     Use it to compare with BytePS; on equal machines a ring sends no more bytes.
 
-    Where the cluster has servers that hold no replica, they and the workers sum gradients in slices of at most
+    If the cluster has servers without a replica, they and the workers sum gradients in slices of at most
     `partition` bytes, each as many as fit its link, and every replica applies the update: BytePS's summation service.
     Elsewhere each variable is cut by rows into the fewest shards of at most `partition` bytes (a longer row stays
     whole), each on the lightest server, which updates it; sparse variables make one shard per server.

@@ -33,7 +33,7 @@ def build(
 ) -> Strategy:
     """`fully_shard` (Zhao et al., VLDB 2023; torch.distributed.fsdp) on each unit, and at last on the model itself.
 
-    Use it when parameters, gradients and optimizer state do not fit a device.
+    Use it when parameters, gradients and optimizer state do not fit on a device.
 
     `units` are module paths; or a size, for modules of at most so many bytes; or 'auto', for the repeated blocks of the
     model (`layers.0`, `layers.1`, …). Modules that cannot be units by themselves, because others read their variables,

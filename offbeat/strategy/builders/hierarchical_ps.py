@@ -17,7 +17,7 @@ def build(
 ) -> Strategy:
     """AutoDist §3.1 (5) in full: partitioned servers, and reduce and broadcast in two levels on nodes of many ranks.
 
-    Use it where nodes have several ranks and the links between nodes are slow.
+    Use it if nodes have several ranks and the links between nodes are slow.
 
     The first rank of each node with more than one replica is its station. Options as in `partitioned_ps`; sparse
     gradients go to their servers directly.
