@@ -1,4 +1,4 @@
-"""offbeat frontier: the time/memory frontier of a model on a cluster over operator splits, or one point of it."""
+"""offbeat frontier: model + cluster → the time/memory frontier over operator splits, or the point asked for."""
 
 import math
 from pathlib import Path
@@ -24,19 +24,19 @@ _SHOWN = 12
 def frontier(  # noqa: PLR0917 - Typer makes one option of each
     model: Model,
     cluster: Cluster,
-    mini_time: Annotated[bool, Option("--mini-time", help="Show the fastest strategy that fits in memory.")] = False,
-    mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="Use the fewest devices that fit.")] = False,
-    profile: Annotated[str | None, Option(metavar="N,N,…", help="Show the fastest for each device count.")] = None,
-    memory: Annotated[str | None, Option(help="Memory per device, such as 16GiB; default: the cluster's.")] = None,
+    mini_time: Annotated[bool, Option("--mini-time", help="The fastest that fits in the memory.")] = False,
+    mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="The fewest devices where it fits.")] = False,
+    profile: Annotated[str | None, Option(metavar="N,N,…", help="The fastest for each number of devices.")] = None,
+    memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
     margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
-    devices: Annotated[int | None, Option(min=1, help="Use only the first N devices.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Use only this many devices, the first ones.")] = None,
     scale: Scale = None,
-    plot: Annotated[Path | None, Option(help="Draw the frontier to this .svg or .html file.")] = None,
-    output: Annotated[Path | None, Option("-o", "--output", help="File for the frontier or the strategy.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the frontier here, as .svg or .html.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the time/memory frontier over the ways to split a model's operators."""
+    """Find the frontier of time and memory over ways to split a model's operators."""
     if mini_time + mini_parallelism + (profile is not None) > 1:
         raise OffbeatError("--mini-time, --mini-parallelism and --profile exclude each other")
     counts = _counts(profile) if profile is not None else ()

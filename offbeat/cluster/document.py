@@ -1,4 +1,4 @@
-"""Read and write cluster files (YAML or JSON).
+"""A cluster file (YAML or JSON) → its raw value; a ClusterSpec → YAML text as people write it.
 
 Equal nodes are merged into one with `count`, and a number gets a unit wherever the text is read back as exactly it.
 """

@@ -120,7 +120,7 @@ def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
         own = next(each.compute_seconds for each in diagnosis.ranks if each.rank == straggler.rank)
         change = f"straggler={straggler.rank}:{(own - straggler.seconds) / own:.6g}x"
         label = f"No straggler ({name_ranks([straggler.rank])})"
-        tried.append((label, "it computes as fast as the median of the others", partial(_step, part, change)))
+        tried.append((label, "computing as fast as the median of the others", partial(_step, part, change)))
     rows, notes = _predicted(tried, replay_scale(part) * timeline.iteration_time / part.iteration_time)
     rows.sort(key=lambda row: row.seconds)
     kept = part.marks.shape[1] - 1

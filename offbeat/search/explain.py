@@ -55,7 +55,7 @@ class Explanation:
     measured: bool
     """Whether `step_seconds` was measured, because this strategy ran."""
     recorded: bool
-    """Whether times are relative to a measured step."""
+    """Whether times are relative to a step that was measured."""
     decisions: tuple[Decision, ...]
     """Most valuable first."""
 
