@@ -85,8 +85,8 @@ def distribute(
     serves parameters to the others until they have ended, and then ends the process. In a job with servers, "auto" is
     `fast_servers`, and keeps that plan.
 
-    A strategy that splits operators gets the same whole batch on every rank, and its model returns the whole output on
-    every rank (`offbeat.runtime.sharded`).
+    A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
+    whole output on every rank (`offbeat.runtime.sharded`).
     """
     if called := os.environ.get(CALLED_VARIABLE):
         with contextlib.suppress(OSError):
