@@ -192,7 +192,7 @@ def test_states_that_cannot_be_replayed(session: Session, recording: Path, monke
     monkeypatch.setattr("offbeat.report.live.MOST_SERVER_PARTS", 20_000)
     for state, part in [
         (State(strategy="no_such"), "unknown strategy 'no_such'"),
-        (State(strategy=str(recording / "rank0.jsonl")), "there is no '"),
+        (State(strategy=str(recording / "rank0.jsonl")), "unknown strategy '"),
         (State(straggler=2.0, straggler_rank=9), "rank 9 is outside the job's ranks 0 to 3"),
         (State(workers=4096, strategy="partitioned_ps"), "take too long for this page"),
     ]:
