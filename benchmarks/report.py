@@ -1,11 +1,10 @@
-"""benchmarks/results/*.json → docs/benchmarks.md, and the measured figures and the picture of README.md.
+"""Write docs/benchmarks.md, and the measured figures and the picture of README.md, from benchmarks/results/*.json.
 
     python benchmarks/report.py [--check]
 
-The same files give the same bytes; nothing comes from the clock. `SECTIONS` names a function of tables.py for each
-benchmark. Files that no section knows get a generic table. `README_FIGURES` makes the lines between README's `measured`
-marks, picture.py its picture. `--check` writes nothing and fails where the documents say something else than the
-results.
+The output depends only on these files, not on the clock. `SECTIONS` names a function of tables.py for each benchmark.
+Files without a section get a generic table. `README_FIGURES` writes the lines between README's `measured` marks,
+picture.py draws its picture. `--check` writes nothing and fails if the documents differ from the results.
 """
 
 import argparse
@@ -83,15 +82,15 @@ class Section:
 _STEP = (
     "Step time against DDP with default buckets and with the best of eight bucket sizes, in alternating blocks on "
     "emulated hosts with shaped links. The bound is max(compute, network); the second bound is the processor time of "
-    "both, kernel included, over this machine's cores. The best schedule is PACE's optimum on that link if "
-    "cutting, sending and updating cost nothing. Ratios of medians; spread is (slowest - fastest block) / median."
+    "both, kernel included, divided by this machine's cores. The best schedule is PACE's optimum on that link if "
+    "cutting, sending and updating are free. Ratios of medians; spread is (slowest - fastest block) / median."
 )
 SECTIONS = (
     Section("step_time", "Step time", _STEP, step_time),
     Section(
         "step_time_16_cores",
         "Step time on 16 cores",
-        "The same where the emulated hosts do not share two cores.",
+        "The same on a machine where the emulated hosts do not share two cores.",
         step_time,
         "python benchmarks/step_time.py --json --blocks 3",
         "16 cores",
@@ -170,9 +169,10 @@ SECTIONS = (
         "servers",
         "Servers on unequal links",
         "Four workers with links of 0.5, 0.5, 1 and 1 Gbit/s and two servers that hold no replica with 1 Gbit/s, all "
-        "emulated on one machine; paced models, medians of rank 0. A worker must send its gradients once and receive "
-        "as much, which a ring does one and a half times: 1.5 is the most that servers can gain. Predictions know the "
-        "links' nominal bandwidths and the paced compute only. A job with no idle core shared the machine with others.",
+        "emulated on one machine; paced models, medians of rank 0. A worker must send and receive its gradients "
+        "once; a ring does so one and a half times, so servers can gain at most a factor of 1.5. Predictions use "
+        "only the links' nominal bandwidths and the paced compute. The job used all cores and shared the machine "
+        "with others.",
         servers,
         "python benchmarks/servers.py --json",
         "ten minutes",
@@ -190,7 +190,7 @@ SECTIONS = (
     Section(
         "dataset_summary",
         "Dataset of trials",
-        "What the predictors were trained and tested on.",
+        "The trials on which the predictors were trained and tested.",
         dataset_summary,
         "python benchmarks/make_dataset.py --json --real 40",
         "an hour",
@@ -224,7 +224,7 @@ SECTIONS = (
     Section(
         "gpu_overhead",
         "Overhead on a GPU",
-        "One GPU, so that nothing is gained by communicating better; bf16, AdamW.",
+        "One GPU, so better communication gains nothing; bf16, AdamW.",
         gpu_overhead,
         "python benchmarks/gpu_overhead.py --json",
         "a GPU",
@@ -233,7 +233,7 @@ SECTIONS = (
     Section(
         "accelerator",
         "Accelerator",
-        "Training steps of the zoo on one accelerator, and what three decisions really gain.",
+        "Training steps of the zoo's models on one accelerator, and the measured gain of three decisions.",
         accelerator,
         "python benchmarks/accelerator.py --output benchmarks/results/accelerator.json",
         "a GPU",
@@ -292,10 +292,10 @@ def opening(summary: Result | None) -> Lines:
 def targets() -> Lines:
     rows = [(name.replace("_", " "), f"{of.value:g}", of.source) for name, of in TARGETS.items()]
     said = (
-        '"Reached" and "missed" compare a figure with its target. Where that is a paper\'s, it was reached there on '
-        "other hardware. Targets of the frontier stand in its own tables."
+        '"Reached" and "missed" compare a figure with its target. Papers reached their figures on other hardware. The '
+        "frontier's targets are in its own tables."
     )
-    return [said, "", *table(("target of", "value", "whose"), rows)]
+    return [said, "", *table(("target of", "value", "source"), rows)]
 
 
 def body(section: Section, result: Result | None) -> Lines:
@@ -339,7 +339,7 @@ def _auto_figure(result: Result) -> str:
         f'With `strategy="auto"`, a step on two emulated hosts (real compute, {result["machine"]["cores"]} cores) is '
         f"{whole['median_default_over_auto']:.2f} times as fast as DDP's with default buckets and "
         f"{whole['median_best_over_auto']:.2f} times as fast as the best of eight settings of DDP's buckets (medians "
-        f"of {whole['cases']} cases; the latter {min(ratios):.2f} to {max(ratios):.2f}, {noisy} of them within noise)"
+        f"of {whole['cases']} cases; the latter {min(ratios):.2f} to {max(ratios):.2f}, {noisy} within noise)"
     )
 
 
@@ -355,14 +355,14 @@ def _replay_figure(result: Result) -> str:
 
 def _speed_figure(result: Result) -> str:
     folded = result["folded_10000"]
-    return f"It takes {folded['wall_seconds']:.2f} s to replay BERT-base on {folded['ranks']:,} ranks"
+    return f"Replaying BERT-base on {folded['ranks']:,} ranks takes {folded['wall_seconds']:.2f} s"
 
 
 def _gpu_figure(result: Result) -> str:
     plain = [row["offbeat_over_ddp"] for row in result["rows"]]
     faster = [over_faster_ddp(row) for row in result["rows"]]
     return (
-        f"On one {result['device']}, where nothing can be gained, steps take {min(plain):.2f} to {max(plain):.2f} of "
+        f"On one {result['device']}, with nothing to gain, steps take {min(plain):.2f} to {max(plain):.2f} of "
         f"DDP's time, and {min(faster):.2f} to {max(faster):.2f} of DDP's with `gradient_as_bucket_view=True`"
     )
 
@@ -386,8 +386,8 @@ def _gpu_replay_figure(result: Result) -> str:
     return (
         f"For NCCL ranks on one GPU, replay's median error is {percent(own['median'])} for a recorded job's step "
         f"(worst {percent(own['worst'])}) and {percent(cross['median'])} for other strategies and links (worst "
-        f"{percent(cross['worst'])}; Daydream's way: {percent(naive['median'])} and {percent(naive['worst'])}), over "
-        f"{whole['runs']} runs; recording makes steps {percent(whole['recorder_overhead']['median'])} longer"
+        f"{percent(cross['worst'])}; Daydream's method: {percent(naive['median'])} and {percent(naive['worst'])}), "
+        f"over {whole['runs']} runs; recording makes steps {percent(whole['recorder_overhead']['median'])} longer"
     )
 
 
@@ -396,10 +396,10 @@ def _peers_figure(result: Result) -> str:
     over = [row["variants"]["offbeat_auto"]["over_best_exact_peer"] for row in result["rows"]]
     ahead = sum(each <= 1 for each in over)
     return (
-        f"Beside {min(map(len, exact)) - 1} or more other ways to synchronise the same job exactly (DDP's buckets, "
-        f"Horovod's and BytePS's plans, ZeRO, FSDP2), on two CPU hosts with 2 cores in all, `strategy=\"auto\"` takes "
-        f"{min(over):.2f} to {max(over):.2f} times as long as the fastest of them, and is itself the fastest in "
-        f"{ahead} of {len(over)} cases"
+        f"Compared with {min(map(len, exact)) - 1} or more other exact ways to synchronise the same job (DDP's "
+        f"buckets, Horovod's and BytePS's plans, ZeRO, FSDP2), on two CPU hosts with 2 cores in all, "
+        f'`strategy="auto"` takes {min(over):.2f} to {max(over):.2f} times as long as the fastest, and is itself the '
+        f"fastest in {ahead} of {len(over)} cases"
     )
 
 

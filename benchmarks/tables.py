@@ -1,6 +1,6 @@
-"""One benchmark's results → the lines of its section in docs/benchmarks.md, one function for each.
+"""One function per benchmark that writes the section of docs/benchmarks.md from its results.
 
-Targets stand in `TARGETS`; whether one was reached is computed, never written by hand.
+`TARGETS` holds the targets; whether one was reached is computed, never written by hand.
 """
 
 import statistics
@@ -29,7 +29,7 @@ TARGETS = {
     "step_compute": Target(0.98, "Offbeat: times as fast as DDP with its best bucket size, compute-bound"),
     "auto_strategy": Target(0.99, "Offbeat: the best DDP's step over its own"),
     "peers": Target(1.0, "Offbeat: no slower than the best exact peer"),
-    "gpu_overhead": Target(1.02, "Offbeat: times DDP's step where nothing can be gained"),
+    "gpu_overhead": Target(1.02, "Offbeat: times DDP's step when there is nothing to gain"),
     "gpu_default": Target(1.25, "Offbeat: times as fast as DDP's default on GPU ranks, median of the cases"),
     "gpu_bound": Target(1.05, "Offbeat: times max(compute, network) on GPU ranks, balanced; or the next"),
     "gpu_best": Target(1.15, "Offbeat: times as fast as DDP with its best bucket size on GPU ranks, balanced"),
@@ -37,12 +37,12 @@ TARGETS = {
     "same_worst": Target(0.08, "Offbeat: the worst such error (dPRO: 5.6%)"),
     "cross": Target(0.06, "Offbeat: median error of predicting another strategy at another bandwidth"),
     "cross_worst": Target(0.15, "Offbeat: the worst such error"),
-    "recorder": Target(0.05, "Offbeat: what recording costs (dPRO: 5.86%)"),
+    "recorder": Target(0.05, "Offbeat: overhead of recording (dPRO: 5.86%)"),
     "gpu_same": Target(0.02, "Offbeat: median error of predicting a run on GPU ranks from its own profile"),
     "gpu_same_worst": Target(0.06, "Offbeat: the worst such error"),
     "gpu_cross": Target(0.04, "Offbeat: median error of predicting another strategy or bandwidth on GPU ranks"),
     "gpu_cross_worst": Target(0.12, "Offbeat: the worst such error"),
-    "gpu_recorder": Target(0.03, "Offbeat: what recording costs on GPU ranks"),
+    "gpu_recorder": Target(0.03, "Offbeat: overhead of recording on GPU ranks"),
     "memory": Target(0.06, "Offbeat: error of estimated memory (dPRO: 5.25%)"),
     "servers": Target(1.3, "Offbeat: the best all-reduce builder's step over that with servers, on unequal links"),
     "tune": Target(1.2, "AutoDist: 1.2 to 1.6 times as fast as hand-tuned builders"),
@@ -469,7 +469,7 @@ def replay_speed(result: Result) -> Lines:
 
 def scaling(result: Result) -> Lines:
     sources = sorted({f"{of['file']}, {of['device']}" for of in result["compute"].values()})
-    lines = [f"Simulated: nothing ran on so many devices. Compute times from {'; '.join(sources)}.", ""]
+    lines = [f"Simulated, not run on real devices. Compute times from {'; '.join(sources)}.", ""]
     for kind in ("weak", "strong"):
         rows = [
             (
@@ -526,8 +526,8 @@ def servers(result: Result) -> Lines:
         if moved is None:
             continue
         lines.append(
-            f"- {row['model']}: what `optimize` found without a trial is {row['searched_gain']:.2f} times as fast as "
-            f"{around}; carried over to links of {listed(moved['gbit'])} Gbit/s it gains {moved['gain']:.2f}."
+            f"- {row['model']}: the strategy that `optimize` found without a trial is {row['searched_gain']:.2f} times "
+            f"as fast as {around}; moved to links of {listed(moved['gbit'])} Gbit/s it gains {moved['gain']:.2f}."
         )
     heads = ("model", "strategy", "ms", "predicted ms", "best all-reduce / this", f"target {target:.1f}", "idle cores")
     return [*table(heads, rows), "", *lines, ""]
@@ -546,7 +546,7 @@ def tune(result: Result) -> Lines:
         hits = percent(row["hit_rate"], 0)
         rows.append((row["model"], row["cluster"], row["search"], row["baseline"], shown, most, hits, said))
     heads = ("model", "cluster", "search", "best builder", "builder / winner", "builder / bound", "hit rate")
-    said = "The bound is of all schedules of all-reduces; strategies with servers on faster links may go below it."
+    said = "The bound holds for all schedules of all-reduces; strategies with servers on faster links may beat it."
     return [f"{result['trials']} trials for each search. {said}", "", *table((*heads, f"target {target:.1f}"), rows)]
 
 

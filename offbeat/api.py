@@ -1,4 +1,4 @@
-"""The public verbs that wire several stages together."""
+"""The public functions that combine several stages."""
 
 import contextlib
 import os
@@ -29,19 +29,19 @@ from offbeat.runtime.retime import fit_link
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
-"""Below this, what a step sends hides behind any backward pass, and updating in many small pieces costs more."""
+"""Below this, any backward pass hides a step's traffic, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
-"""Set by `offbeat run`: what "auto" stands for in this job."""
+"""Set by `offbeat run`: the strategy that replaces "auto" in this job."""
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"
-"""Set by `offbeat run --servers`: the ranks that hold no replica, separated by commas."""
+"""Set by `offbeat run --servers`: the ranks that hold no replica, comma-separated."""
 CALLED_VARIABLE = "OFFBEAT_CALLED"
-"""Set by `offbeat run`: a file that distribute() makes, so that a script which never calls it is found out."""
+"""Set by `offbeat run`: a file that distribute() creates, so that a script which never calls it is detected."""
 MIN_BUCKET_BYTES = 2**18
 MOST_GPU_MESSAGES = 24
 """At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
-"""What a user may pass for a strategy: "auto", a builder's name, a file's path, or a Strategy."""
+"""What a user may pass as a strategy: "auto", a builder's name, a file's path, or a Strategy."""
 GivenModel = TypeVar("GivenModel", bound=torch.nn.Module)
 GivenOptimizer = TypeVar("GivenOptimizer", bound=Optimizer)
 
@@ -62,29 +62,28 @@ def distribute(
     find_unused_parameters: bool | None = None,
     quiet: bool = False,
 ) -> tuple[GivenModel, GivenOptimizer]:
-    """Trains `model` on every rank of the job; call it on each of them, then train as on one device.
+    """Distributes `model` over the ranks of the job; call it on every rank, then train as on one device.
 
     `strategy` is "auto", a builder's name, the path of a strategy file, or a Strategy. With `example_inputs` (one
-    replica's batch) the step is captured first, so that strategies which depend on its operators can be built. "auto"
-    starts with a plan that fits the link as measured, records some steps, and moves to a better plan if there is one
-    (`offbeat.online`). The process group is the user's, or made from the launcher's environment. Returns the same two
-    objects.
+    replica's batch) the step is captured first, for strategies that depend on its operators. "auto" starts with a plan
+    that suits the measured link, records some steps, and switches to a better plan if it finds one (`offbeat.online`).
+    The process group is the user's, or is created from the launcher's environment. Returns the same two objects.
 
-    With `memory_limit` (bytes of each device, '20GiB', or 'auto' for what the devices have) and `example_inputs`, the
-    strategy is the one with the shortest predicted step among those that fit: replicated, with sharded updates, or
-    fully sharded by torch's FSDP2, with recomputation and micro-batches where they are needed.
+    With `memory_limit` (bytes per device, '20GiB', or 'auto' for the devices' memory) and `example_inputs`, Offbeat
+    chooses the strategy with the shortest predicted step among those that fit: replicated, with sharded updates, or
+    fully sharded by torch's FSDP2, with recomputation and micro-batches if needed.
 
-    "auto" keeps gradients exact unless `allow` names encoders ('bf16', 'powersgd:4'): variables are then encoded where
+    "auto" keeps gradients exact unless `allow` names encoders ('bf16', 'powersgd:4'): variables are then encoded if
     that shortens the step.
 
-    A job with parallelism of its own passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
-    dimension. With `find_unused_parameters` ranks ask each other in every step which parameters none of them used; by
-    default they do if the first step leaves some out. `quiet` keeps the decisions of "auto" off rank 0's terminal, as
-    the variable OFFBEAT_QUIET does; `model.offbeat.summary()` has them all the same.
+    A job with its own model parallelism passes its data-parallel ranks as `process_group`, or as a `device_mesh` of one
+    dimension. With `find_unused_parameters`, ranks check in every step which parameters none of them used; by default
+    they do so only if the first step leaves some unused. `quiet` (or the variable OFFBEAT_QUIET) stops rank 0 from
+    printing the decisions of "auto"; `model.offbeat.summary()` still has them.
 
-    On a rank that holds no replica, because the strategy's `replicas` leave it out or because it is one of the
-    cluster's servers, it keeps parameters for the others until they have ended, and then ends the process. "auto" is
-    `fast_servers` in a job with servers, and keeps that plan.
+    On a rank without a replica (left out of the strategy's `replicas`, or one of the cluster's servers) this call
+    serves parameters to the others until they have ended, and then ends the process. In a job with servers, "auto" is
+    `fast_servers`, and keeps that plan.
 
     A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
     whole output on every rank (`offbeat.runtime.sharded`).
@@ -109,7 +108,7 @@ def distribute(
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
-            raise OffbeatError("distribute: memory_limit needs example_inputs, and strategy='auto', which it decides")
+            raise OffbeatError("distribute: memory_limit needs example_inputs and strategy='auto'")
         from offbeat.search.within import strategy_within
 
         encoding = _encoding_seconds(allow, next(model.parameters()).device, cluster)
@@ -143,7 +142,7 @@ def distribute(
 
 
 def _tune(runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str]) -> None:
-    """Looks for a better plan while the job runs; one with servers keeps its first and says so."""
+    """Searches for a better plan while the job runs; a job with servers keeps its first plan and says so."""
     if len(runtime.plan.replicas) < runtime.world.size:
         name = runtime.plan.strategy.name
         tell(runtime, Decision(0, f"a job with servers that hold no replica keeps its first plan, {name}"))
@@ -165,22 +164,22 @@ def optimize(
     allow: Sequence[str] = (),
     **options: Any,
 ) -> Strategy:
-    """The strategy with the shortest predicted step; `offbeat.search.optimize.search` names the other options.
+    """Returns the strategy with the shortest predicted step; `offbeat.search.optimize.search` lists other options.
 
-    With the `model` and its `example_inputs`, its blocks are timed on its device: as they are, compiled and recomputed.
-    That takes a minute or so the first time. Regions are then compiled where it pays, and what recomputing takes is not
-    guessed. Without the model nothing is compiled.
+    With `model` and `example_inputs`, the model's blocks are timed on its device: plain, compiled and recomputed. This
+    takes about a minute the first time. Regions are then compiled if it pays off, and the cost of recomputation is
+    measured, not estimated. Without the model nothing is compiled.
 
-    Gradients are exact unless `allow` names encoders for them: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01',
-    'randomk:0.01', 'powersgd:4'. Each variable is then encoded where that shortens the step, and only there. With 'amp'
-    forward may run under autocast to bfloat16, which needs the model.
+    Gradients are exact unless `allow` names encoders: 'bf16', 'fp16', 'int8', 'sign', 'topk:0.01', 'randomk:0.01',
+    'powersgd:4'. A variable is then encoded only if that shortens the step. With 'amp', which needs the model, forward
+    may run under autocast to bfloat16.
     """
     # Replay and search load a compiler, which jobs need not wait for.
     from offbeat.search.optimize import optimize as search
 
     if model is not None:
         if example_inputs is None:
-            raise OffbeatError("optimize: a model is timed on its example_inputs, which are not given")
+            raise OffbeatError("optimize: timing a model needs its example_inputs")
         options["costs"] = options.get("costs") or Costs()
         graph, options["costs"], _ = measure(graph, cluster, options["costs"], model, example_inputs, allow)
     return search(graph, cluster, memory_limit=memory_limit, time_limit=time_limit, allow=allow, **options)
@@ -194,7 +193,7 @@ def measure(
     example_inputs: Any,
     allow: Sequence[str],
 ) -> tuple[ModelGraph, Costs, list[str]]:
-    """(graph, costs, notes) with what the model's blocks and the allowed encoders take on the model's device."""
+    """(graph, costs, notes) with the times of the model's blocks and the allowed encoders on the model's device."""
     from offbeat.profile.blocks import time_blocks
     from offbeat.search.passes import AMP
 
@@ -220,7 +219,7 @@ def _server_ranks(text: str) -> tuple[int, ...]:
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group that the user names; None for the whole job."""
+    """The process group given by the user; None for the whole job."""
     if device_mesh is None:
         return process_group
     if process_group is not None:
@@ -228,8 +227,8 @@ def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | No
     if device_mesh.ndim != 1:
         names = device_mesh.mesh_dim_names or tuple(range(device_mesh.ndim))
         raise OffbeatError(
-            f"distribute: device_mesh has {device_mesh.ndim} dimensions {list(names)}; pass the data-parallel one, as "
-            f"in mesh[{names[0]!r}]"
+            f"distribute: device_mesh has {device_mesh.ndim} dimensions {list(names)}; pass the data-parallel one, "
+            f"such as mesh[{names[0]!r}]"
         )
     return device_mesh.get_group()
 
@@ -249,23 +248,23 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise OffbeatError(
-            "distribute: optimizer is a ZeroRedundancyOptimizer, which spreads its state over ranks itself; pass the "
-            "optimizer that it wraps, and strategy='sharded' to have each rank keep a part of the state"
+            "distribute: optimizer is a ZeroRedundancyOptimizer, which shards its state itself; pass the wrapped "
+            "optimizer, and strategy='sharded' to shard the state over ranks"
         )
     if timeout is not None and timeout <= timedelta(0):
         raise OffbeatError(f"distribute: timeout must be longer than zero, got {timeout}")
 
 
 def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
-    """Refuses what "auto" could not choose in a job under way."""
+    """Rejects encoders that "auto" could not choose in a running job."""
     from offbeat.search.passes import AMP
     from offbeat.search.passes.encoding import allowed_encoders
 
     if not (isinstance(strategy, str) and strategy == "auto"):
-        raise OffbeatError("distribute: allow belongs to strategy='auto'; another strategy says itself what it encodes")
+        raise OffbeatError("distribute: allow needs strategy='auto'; other strategies define their encoders themselves")
     if AMP in allow:
         raise OffbeatError(
-            "distribute: 'amp' is decided before a job starts; offbeat optimize --allow amp --measure makes a strategy"
+            "distribute: 'amp' must be decided before the job starts, with offbeat optimize --allow amp --measure"
         )
     allowed_encoders(allow)
 
@@ -273,7 +272,7 @@ def _check_allowed(allow: Sequence[str], strategy: Wanted) -> None:
 def resolve_strategy(
     strategy: Wanted, graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld | None = None
 ) -> Strategy:
-    """A Strategy from whatever a user may pass for one; `world` is the job whose link "auto" measures."""
+    """A Strategy from anything a user may pass as one; "auto" measures the link of the job `world`."""
     if isinstance(strategy, str) and strategy == "auto":
         return _starting_strategy(graph, cluster, world or torch_world())
     if isinstance(strategy, str) and strategy in builders():
@@ -285,10 +284,10 @@ def resolve_strategy(
 
 
 def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorld) -> Strategy:
-    """A plan fit for the link as it is measured now: overlapped into the next forward where the network takes time.
+    """A plan that suits the measured link: updates overlap the next forward where the network takes time.
 
-    A message should be long enough that what each collective costs beside its bytes is a ninth of it at the most, and
-    short enough that there are some to choose from.
+    A message should be large enough that the fixed cost of its collective is at most a ninth of its time, and small
+    enough that there are several to choose from.
     """
     if cluster.servers:
         return build_strategy("fast_servers", graph, cluster)
@@ -304,7 +303,7 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
 
 
 def join_job(timeout: timedelta | None = None) -> None:
-    """Joins the process group of the launcher's environment, unless the user has made one."""
+    """Joins the process group of the launcher's environment, unless the user has created one."""
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -322,7 +321,7 @@ def join_job(timeout: timedelta | None = None) -> None:
 
 
 def _this_cluster(world: TorchWorld) -> ClusterSpec:
-    """The nodes that the job's ranks say they run on."""
+    """The nodes on which the job's ranks run, as the ranks report them."""
     nodes = world.all_gather_object(this_place().node)
     if world.device.type == "cuda":
         return ClusterSpec.of_ranks(nodes, device=torch.cuda.get_device_name()) or ClusterSpec.local(world.size)

@@ -1,4 +1,4 @@
-"""A public function → the same function, which refuses an argument whose type is not its annotation's.
+"""Make public functions reject arguments whose type differs from their annotation.
 
 Functions check themselves what annotations cannot say: ranges, shapes, arguments that exclude each other.
 """
@@ -17,7 +17,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
-"""What counts as a number: numpy's too, but neither True nor False."""
+"""Types that count as numbers: numpy's too, but neither True nor False."""
 _WORDS = {
     "Module": "torch.nn.Module",
     "Optimizer": "torch.optim.Optimizer",
@@ -81,7 +81,7 @@ def _kinds(hint: Any) -> list[Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type; the items of containers are not looked at."""
+    """Whether a value has a type; items of containers are not checked."""
     kind = get_origin(hint) or hint
     if kind is Literal:
         return value in get_args(hint)
@@ -106,7 +106,7 @@ def _words(hint: Any) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """The value where it is short, else its type."""
+    """The value if it is short, otherwise its type."""
     if value is None or isinstance(value, str | numbers.Number):
         return quote(value)
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -12,7 +12,7 @@ _STEAL_COLUMN = 7
 
 
 class CpuSteal:
-    """Counts from its construction; zero where the kernel does not report steal."""
+    """Counts from its construction; zero if the kernel does not report steal."""
 
     def __init__(self) -> None:
         self.before = _ticks()

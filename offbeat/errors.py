@@ -1,8 +1,8 @@
-"""What went wrong → one sentence a user can act on."""
+"""Exceptions with one sentence that a user can act on."""
 
 
 class OffbeatError(ValueError):
-    """A mistake in what the user gave us. Its text is one sentence naming the file, the field and the value."""
+    """A user error. Its text is one sentence naming the file, the field and the value."""
 
 
 class CaptureError(OffbeatError):

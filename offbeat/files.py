@@ -1,4 +1,4 @@
-"""A path → validated data; data → a file that is either whole or absent.
+"""Read files as validated data, and write files atomically.
 
 Every file that users write or exchange passes through here, so that a bad one gives one sentence that names the file,
 the field and the value.
@@ -27,7 +27,7 @@ MAX_YAML_BYTES = 32 * 2**20
 MAX_VALUES = 4_000_000
 _MAX_NESTING = 100
 _PHRASES = {
-    "extra_forbidden": "there is no such field",
+    "extra_forbidden": "no such field",
     "too_short": "it has too few items",
     "tuple_type": "it must be a list",
     "list_type": "it must be a list",
@@ -39,7 +39,7 @@ _PHRASES = {
 
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
-    """The file's content, or one sentence saying why there is none."""
+    """The file's content, or a one-sentence error."""
     _check_path(path, what)
     try:
         with open(path, "rb") as stream:
@@ -48,7 +48,7 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
     except (OSError, ValueError) as error:
         raise OffbeatError(f"{_name(path)}: cannot read the {what}: {_reason(error)}") from None
     if len(content) > MAX_BYTES:
-        raise OffbeatError(f"{path}: more than the {MAX_BYTES} bytes a {what} file may have")
+        raise OffbeatError(f"{path}: larger than {MAX_BYTES} bytes, the limit for a {what} file")
     return content
 
 
@@ -77,7 +77,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
     """Parsed YAML of any shape. Tags, repeated keys and aliases, by which small files grow large, are refused."""
     _check_text(content, origin, what)
     if len(content) > MAX_YAML_BYTES:
-        raise OffbeatError(f"{origin}: more than the {MAX_YAML_BYTES} bytes a {what} in YAML may have")
+        raise OffbeatError(f"{origin}: larger than {MAX_YAML_BYTES} bytes, the limit for a {what} in YAML")
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         depth = 0
@@ -88,7 +88,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
                 raise OffbeatError(f"{origin}: the YAML tag {quote(event.tag)} is not allowed in a {what}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_NESTING:
-                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels, which no {what} is")
+                raise OffbeatError(f"{origin}: nested deeper than {_MAX_NESTING} levels")
         return yaml.load(text, Loader=_Loader)
     except OffbeatError:
         raise
@@ -97,7 +97,7 @@ def parse_yaml(content: bytes | str, origin: str, what: str) -> Any:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Writes the whole file or none of it."""
+    """Writes the whole file or nothing."""
     _check_path(path, what)
     target = Path(path)
     temporary = target.parent / f".{target.name[:32]}.{os.getpid()}-{secrets.token_hex(4)}"
@@ -120,12 +120,12 @@ def write_atomic(path: str | os.PathLike[str], content: bytes, what: str) -> Non
 def _check_path(path: object, what: str) -> None:
     # A number would be taken for an open file.
     if not isinstance(path, str | os.PathLike):
-        raise OffbeatError(f"{what}: the path of its file must be a text or a path, got {quote(path)}")
+        raise OffbeatError(f"{what}: the file must be a string or a path, got {quote(path)}")
 
 
 def _check_text(content: object, origin: str, what: str) -> None:
     if not isinstance(content, str | bytes):
-        raise OffbeatError(f"{origin}: a {what} is read from text or bytes, got {quote(content)}")
+        raise OffbeatError(f"{origin}: a {what} must be text or bytes, got {quote(content)}")
 
 
 def digest(content: Any) -> str:
@@ -136,7 +136,7 @@ def digest(content: Any) -> str:
 
 @contextmanager
 def problems_named(origin: str, kind: type[OffbeatError] = OffbeatError) -> Iterator[None]:
-    """Inside, what pydantic finds wrong becomes one sentence that begins with `origin`."""
+    """Turns pydantic's errors inside the block into one sentence that begins with `origin`."""
     try:
         yield
     except ValidationError as error:
@@ -165,7 +165,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # chosen when imported
-    """The safe loader, several times faster where libyaml is there; it refuses a key given twice."""
+    """The safe loader, several times faster with libyaml; it rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What the error says, without line breaks and not too long."""
+    """The error's text, without line breaks and shortened."""
     return " ".join(str(error).split())[:160]
 
 

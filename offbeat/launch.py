@@ -1,4 +1,4 @@
-"""A program and ranks → processes, started as torchrun would, and how they ended."""
+"""Start a program as the ranks of a job, like torchrun, and report how they ended."""
 
 import contextlib
 import json
@@ -22,17 +22,17 @@ POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
 TIMED_OUT = 124
-"""Exit code of a job that took too long, as that of the program `timeout`."""
+"""Exit code of a job that took too long, like that of the program `timeout`."""
 _LOST_PEER = ("WorkerLost", "closed by peer", "reset by peer", "Broken pipe", "connection lost", "timed out waiting")
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 """Variables in which launchers number a job's nodes."""
 Outcome = Literal["exited", "stopped", "timed out"]
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
+"""Exit code after Ctrl-C, as in shells."""
 SSH_FAILED = 255
-"""Exit code of ssh itself, where it could not connect or has lost its connection."""
+"""Exit code of ssh itself if it could not connect or lost its connection."""
 HEARTBEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0
-"""A node hears from the launcher so often, and gives up after so long a silence: a cut connection tells nobody."""
+"""How often a node hears from the launcher, and after what silence it gives up: a cut connection raises no error."""
 _SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10")
 _RUN_NODE = "from offbeat.launch import run_node; run_node()"
 
@@ -53,7 +53,7 @@ class RankEnd:
 
 
 class RankProcess(subprocess.Popen[bytes]):
-    """One rank, which leads a session of its own: Ctrl-C reaches the launcher alone, which signals its whole group."""
+    """One rank, in its own session: Ctrl-C reaches only the launcher, which signals the whole group."""
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
         super().__init__(argv, start_new_session=True, **options)
@@ -65,10 +65,10 @@ class RankProcess(subprocess.Popen[bytes]):
 
 
 class Job:
-    """The ranks of one job that this process has started. Use it in a `with` block, which ends what still runs."""
+    """The ranks of one job started by this process. Use it in a `with` block, which ends ranks that still run."""
 
     tail_bytes: int | None = None
-    """How much of the end of the output is kept; None for all of it."""
+    """Bytes kept from the end of the output; None for all of it."""
 
     def __init__(self, start: Callable[..., RankProcess], ranks: Sequence[int], *, captured: bool = True) -> None:
         """`start(rank, stdout=…, stderr=…)` starts a rank with these files as its output; None without `captured`."""
@@ -109,7 +109,7 @@ class Job:
         return any(self.processes[place].returncode for place in self.ended)
 
     def poll(self) -> bool:
-        """Notes which ranks have ended; True while the job goes on."""
+        """Records which ranks have ended; True while the job runs."""
         for place, process in enumerate(self.processes):
             if place not in self.ended and process.poll() is not None:
                 self.ended[place] = self.age_seconds
@@ -128,7 +128,7 @@ class Job:
             return self.finish(timed_out=not in_time)
 
     def finish(self, timed_out: bool = False) -> list[RankEnd]:
-        """Ends what still runs and returns how each rank ended."""
+        """Ends ranks that still run and returns how each rank ended."""
         self.poll()
         late: Outcome = "timed out" if timed_out else "stopped"
         self._end()
@@ -140,7 +140,7 @@ class Job:
         return ends
 
     def _end(self) -> None:
-        """Terminates what still runs, and kills it after a moment."""
+        """Terminates ranks that still run, and kills them after a moment."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -159,7 +159,7 @@ class Job:
 
 
 class LocalJob(Job):
-    """Ranks of a Python program on this machine; `RankEnd.stderr` has the end of all they wrote."""
+    """Ranks of a Python program on this machine; `RankEnd.stderr` has the end of their output."""
 
     tail_bytes = 8192
 
@@ -189,13 +189,13 @@ class LocalJob(Job):
 
 
 class Shown:
-    """Processes → their lines in this process's output, each behind a prefix."""
+    """Prints the lines of several processes, each with a prefix."""
 
     def __init__(self) -> None:
         self.readers: list[threading.Thread] = []
 
     def started(self, start: Callable[..., RankProcess], prefix: str = "[{}] ") -> Callable[..., RankProcess]:
-        """`start` for a `Job`, with the lines of what it starts shown."""
+        """`start` for a `Job`, which prints the lines of the started processes."""
 
         def shown(rank: int, **_: object) -> RankProcess:
             process = start(rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -208,7 +208,7 @@ class Shown:
         return shown
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until everything is shown, which takes the end of all processes that could still write."""
+        """Waits until everything is printed, which requires that all processes that could still write have ended."""
         for reader in self.readers:
             reader.join(timeout)
 
@@ -224,7 +224,7 @@ def _show_lines(prefix: str, stream: IO[bytes], shown_on: TextIO) -> None:
 
 @dataclass(frozen=True)
 class RemoteNode:
-    """A machine that ssh reaches, and what it runs."""
+    """A machine reachable by ssh, and the ranks it runs."""
 
     name: str
     address: str
@@ -232,14 +232,14 @@ class RemoteNode:
     world_size: int
     master: tuple[str, int]
     environment: Mapping[str, str]
-    """Beside the machine's own, and what torchrun sets for all."""
+    """Set in addition to the machine's own variables and torchrun's."""
 
 
 class NodeProcess(RankProcess):
-    """An ssh connection under which a node's ranks run: they end when its input does."""
+    """An ssh connection that runs a node's ranks: they end when its input does."""
 
     def tell(self, line: bytes = b"") -> None:
-        """Sends a line; where the connection has ended, its exit code tells."""
+        """Sends a line; if the connection has ended, its exit code shows it."""
         assert self.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.stdin.write(line + b"\n")
@@ -312,7 +312,7 @@ def run_node() -> None:
 
 
 def _interface(address: str) -> dict[str, str]:
-    """The network interface that has an address, for gloo and NCCL, which would take any."""
+    """The network interface with an address, for gloo and NCCL, which would otherwise take any."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -347,7 +347,7 @@ def job_environment(local_ranks: int, world_size: int, master: tuple[str, int]) 
 
 
 class Place(NamedTuple):
-    """Where a rank runs, as far as its launcher tells; a number is -1 where it does not."""
+    """Where a rank runs, as far as its launcher says; a number is -1 if unknown."""
 
     node: str
     """Different for any two nodes of a job."""
@@ -373,24 +373,24 @@ def machine_name() -> str:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank whose error is the cause: one that only lost a peer fails too, and may even be noticed first."""
+    """The rank whose error is the cause: ranks that only lost a peer fail too, and may even be noticed first."""
     failed = [end for end in ends if end.outcome == "exited" and end.returncode]
     return min(failed, key=lambda end: (any(sign in last_words(end) for sign in _LOST_PEER), end.seconds), default=None)
 
 
 def last_words(end: RankEnd) -> str:
-    """The last line that a rank wrote, which names the error if it was one."""
+    """The last line a rank wrote, which names the error if there was one."""
     words = end.stderr.strip().rpartition("\n")[2].strip()
     return (words or f"exit code {end.returncode}")[:300]
 
 
 def exit_code(returncode: int) -> int:
-    """As shells give it: 128 + n for a process that signal n ended."""
+    """Like shells: 128 + n for a process that signal n ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def job_exit_code(ends: Sequence[RankEnd]) -> int:
-    """0, the exit code of the rank that failed first, or 124 when time was up."""
+    """0, the exit code of the rank that failed first, or 124 on timeout."""
     failure = first_failure(ends)
     if failure is not None:
         return exit_code(failure.returncode)
@@ -398,7 +398,7 @@ def job_exit_code(ends: Sequence[RankEnd]) -> int:
 
 
 def free_port(address: str = "") -> int:
-    """A port of this machine that nothing listens on now."""
+    """A port of this machine on which nothing listens now."""
     with socket.create_server((address, 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -1,4 +1,4 @@
-"""A training job → a line every few steps: step time, exposed communication, predicted against measured, strategy.
+"""Print a status line every few steps: step time, exposed communication, predicted against measured, strategy.
 
     monitor = offbeat.Monitor(model, every=20, tensorboard="runs/")
 
@@ -47,19 +47,19 @@ class Reading:
     """Measurements over one period of steps; None where unknown."""
 
     step: int
-    """Steps since the monitor began."""
+    """Steps since the monitor started."""
     step_seconds: float
     """Median over the period."""
     exposed_seconds: float | None = None
-    """Time per step in which this rank waited for communication."""
+    """Time per step this rank waited for communication."""
     network_seconds: float | None = None
-    """Time per step in which a collective of this rank was under way."""
+    """Time per step a collective of this rank was in flight."""
     predicted_seconds: float | None = None
     strategy: str = ""
 
     @property
     def prediction_error(self) -> float | None:
-        """By how much measured steps are longer than predicted: 0.03 is 3%."""
+        """How much longer measured steps are than predicted: 0.03 is 3%."""
         return self.step_seconds / self.predicted_seconds - 1 if self.predicted_seconds else None
 
 
@@ -81,9 +81,9 @@ def describe(reading: Reading) -> str:
 class Monitor(AbstractContextManager["Monitor"]):
     """Watches `model` until `close()`; construct it on every rank, after `distribute` or DDP and before training.
 
-    `predicted` is the expected step time: seconds, a Timeline of `offbeat.simulate`, or "measure", with which rank 0
-    records a few steps of Offbeat's engine and replays them, once per plan; that takes seconds. `readings` keeps what
-    was shown.
+    `predicted` is the expected step time: seconds, a Timeline from `offbeat.simulate`, or "measure": rank 0 then
+    records a few steps of Offbeat's engine and replays them, once per plan, which takes seconds. `readings` keeps all
+    readings.
     """
 
     @checked
@@ -109,7 +109,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self.readings: list[Reading] = []
         self.steps = 0
         self.spent_seconds = 0.0
-        """Time that the monitor itself took in all."""
+        """Total time spent by the monitor itself."""
         self._seconds: list[float] = []
         self._since = 0.0
         self._made = 0
@@ -220,7 +220,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         while runtime.engine.reports.observer is not None:
             yield
         recorder = MemoryRecorder()
-        # One rank alone compares its clock with nobody's.
+        # A single rank has no other clock to compare with.
         recorder._tick = list  # type: ignore[method-assign]
         with recorder:
             while recorder.steps <= RECORDED_STEPS:
@@ -240,21 +240,21 @@ class Monitor(AbstractContextManager["Monitor"]):
 
 
 class _Sample:
-    """Observes the engine in the sampled steps, as `offbeat.timeline.observer` has it."""
+    """Observes the engine in the sampled steps (`offbeat.timeline.observer`)."""
 
     def __init__(self) -> None:
         self.waited = 0.0
         self.sent: list[tuple[float, float]] = []
         self.seconds = 0.0
-        """Length of the observed steps together."""
+        """Total length of the observed steps."""
 
     def begin(self, engine: Any) -> None:
-        """Observes the step that begins, unless a recorder does."""
+        """Observes the current step, unless a recorder does."""
         if engine.reports.observer is None:
             engine.reports.observer = self
 
     def end(self, engine: Any, seconds: float) -> None:
-        """Stops observing; the step that was observed took `seconds`."""
+        """Stops observing; the observed step took `seconds`."""
         if engine.reports.observer is self:
             engine.reports.observer = None
             self.seconds += seconds
@@ -263,7 +263,7 @@ class _Sample:
         """Seconds of waiting and of traffic in a step of `step_seconds` (observed ones may be longer)."""
         if not self.seconds:
             return None, None
-        # A collective may be under way beyond the observed steps.
+        # A collective may still be in flight after the observed steps.
         sent = min(covered(self.sent), self.seconds)
         return self.waited / self.seconds * step_seconds, sent / self.seconds * step_seconds
 
@@ -276,7 +276,7 @@ class _Sample:
 
 
 def _predict(runtime: Any, lines: list[dict[str, Any]]) -> float | None:
-    """Seconds of a step with the present plan, by replay of the recording; None if it cannot be replayed."""
+    """Predicted seconds of a step with the current plan, by replaying the recording; None if it cannot be replayed."""
     # Imported here because replay loads a compiler.
     from offbeat.profile.measure import profile_in_place
     from offbeat.simulate import step_seconds

@@ -1,6 +1,6 @@
-"""Everything that Offbeat uses of torch's private parts.
+"""Every private torch API that Offbeat uses.
 
-Torch may change a name with an underscore in any release. Each such name stands here once, with what it is for and what
+Torch may change a name with an underscore in any release. Each such name appears here once, with its purpose and what
 happens in a release that lacks it. What is re-exported then fails with one sentence as it is imported; a function whose
 docstring says nothing else fails as it is called, with torch's own AttributeError.
 """
@@ -54,7 +54,7 @@ _REEXPORTED = {
 
 
 def __getattr__(name: str) -> Any:
-    """One of the names above, imported when it is asked for; OffbeatError where this torch does not have it."""
+    """One of the names above, imported on first use; OffbeatError if this torch lacks it."""
     if name not in _REEXPORTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _find(name)
@@ -70,7 +70,7 @@ def _find(name: str) -> Any:
     except ImportError:
         raise OffbeatError(
             f"torch {torch.__version__} has no {module}.{attribute}, with which Offbeat {purpose}: install another "
-            f"release of torch, or a newer Offbeat"
+            f"torch release or a newer Offbeat"
         ) from None
 
 
@@ -78,27 +78,27 @@ def _find(name: str) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the tensor's memory. Unlike the address it also tells tensors of the meta device apart."""
+    """A number for the tensor's memory. Unlike the address, it also distinguishes tensors on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors, and the Python object made here, refer to the tensor's memory."""
+    """Number of tensors, including the Python object created here, that refer to the tensor's memory."""
     return _find("storage_use_count")(storage_of(tensor))
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor has been changed in place."""
+    """Number of in-place changes of the tensor."""
     return tensor._version
 
 
 def stored_rows(tensor: torch.Tensor) -> int:
-    """How many rows a sparse tensor stores; unlike its indices they need not be coalesced to be counted."""
+    """Number of rows stored in a sparse tensor; unlike its indices, it needs no coalescing."""
     return tensor._nnz()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls back at the end of the backward pass that this thread is in. DDP ends its passes in the same way."""
+    """Calls back at the end of this thread's current backward pass, as DDP does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -109,7 +109,7 @@ def autograd_node_number() -> int | None:
 
 
 def schema_of(operator: Any) -> Any:
-    """The names and types of an operator's arguments; None for what is no operator of torch's."""
+    """The names and types of an operator's arguments; None if it is not a torch operator."""
     return getattr(operator, "_schema", None)
 
 
@@ -122,17 +122,17 @@ def all_overloads(operator: Any) -> Any:
 
 
 def nested_tracing() -> AbstractContextManager[None]:
-    """Inside, forward may be traced although parts of it are compiled; without it such a model cannot be traced."""
+    """Allows tracing a forward with compiled parts; without it such a model cannot be traced."""
     return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def as_if_compiling() -> AbstractContextManager[Any]:
-    """Inside, libraries that look at values where they can skip work do not; without it capture runs their models."""
+    """Stops libraries from reading values to skip work; without it capture runs their models."""
     return patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 def uncompiled(model: Any) -> Any:
-    """The model that torch.compile has wrapped, or the model itself; without it Offbeat works on the wrapper."""
+    """The model wrapped by torch.compile, or the model itself; without it Offbeat works on the wrapper."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -140,12 +140,12 @@ def uncompiled(model: Any) -> Any:
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Where a module holds its own parameters, buffers and children: the dictionaries themselves."""
+    """The dictionaries in which a module holds its own parameters, buffers and children."""
     return module._parameters, module._buffers, module._modules
 
 
 def share_registries(module: torch.nn.Module, other: torch.nn.Module) -> None:
-    """The module holds the same parameters, buffers and children as the other from now on."""
+    """Makes the module share the other's parameters, buffers and children."""
     for name in ("_parameters", "_buffers", "_modules"):
         module.__dict__[name] = getattr(other, name)
 
@@ -158,18 +158,18 @@ def hooks_of(module: torch.nn.Module) -> Iterator[MutableMapping[int, Any]]:
 
 
 def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody looks at what a module returns, or at the gradients of that."""
+    """Whether anything observes a module's output or its gradients."""
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def remove_forward_hooks(module: torch.nn.Module) -> None:
-    """Takes all hooks on a module's forward off."""
+    """Removes all hooks on a module's forward."""
     module._forward_hooks.clear()
     module._forward_pre_hooks.clear()
 
 
 class ModelHooks(_Module):
-    """What a subclass of a model is told that torch has no public hook for."""
+    """Notifications to a subclass of a model for which torch has no public hook."""
 
     def _before_conversion(self) -> None:
         """The model is about to be moved or converted, as `to()` and `half()` do. Not called without `_apply`."""
@@ -199,7 +199,7 @@ class ModelHooks(_Module):
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody has registered hooks on the optimizer's `step()`."""
+    """Whether hooks are registered on the optimizer's `step()`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -210,7 +210,7 @@ def clear_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def support_foreach(kind: type) -> None:
-    """Lets optimizers take their fast paths for parameters of this class too; without it they are slower."""
+    """Enables optimizers' fast paths for parameters of this class; without it they are slower."""
     from torch.optim import optimizer
 
     supported = getattr(optimizer, "_foreach_supported_types", None)
@@ -240,23 +240,23 @@ def keep_counting(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:
-    """Whether FSDP1 has made the parameter of several; False where it marks them in another way."""
+    """Whether FSDP1 merged several parameters into this one; False if it marks them differently."""
     return getattr(parameter, "_is_flat_param", False)
 
 
 def gather_asynchronously(model: Any) -> None:
-    """Lets a fully sharded model's gathers run beside compute where there are no streams; without it they block."""
+    """Lets a fully sharded model's gathers overlap compute without streams; without it they block."""
     if hasattr(model, "_set_unshard_async_op"):
         model._set_unshard_async_op(True)
 
 
 def has_communication_hook(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered, of which there can be one only."""
+    """Whether a communication hook is registered; there can be only one."""
     return bool(model._comm_hooks)
 
 
 def sample_ddp(model: torch.nn.parallel.DistributedDataParallel, steps: int) -> None:
-    """Makes DDP's reducer time itself every so many steps."""
+    """Makes DDP's reducer time itself every few steps."""
     model._set_ddp_runtime_logging_sample_rate(steps)
 
 

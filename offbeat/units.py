@@ -1,4 +1,4 @@
-"""Human units ↔ numbers: '10Gbit/s' → bytes per second, '50us' → seconds, '16GiB' → bytes.
+"""Convert between human units and numbers: '10Gbit/s' to bytes per second, '50us' to seconds, '16GiB' to bytes.
 
 Decimal prefixes (k, M, G, T, P) are powers of 1000 and binary ones (Ki, Mi, Gi, Ti, Pi) powers of 1024; 'bit' counts
 eighths of a byte. Inside Offbeat every quantity is in bytes, seconds, bytes per second or FLOP per second.
@@ -89,27 +89,27 @@ def format_seconds(seconds: float) -> str:
 
 
 def exact_bytes(count: int) -> str | int:
-    """'16GiB', or the plain number where no short text is read back as exactly `count`."""
+    """'16GiB', or the plain number if no short text parses to exactly `count`."""
     return _exact(count, (f"{prefix}B" for prefix in (*_BINARY, *_DECIMAL)), _BYTES) or count
 
 
 def exact_bandwidth(bytes_per_second: float, unit: Literal["bit/s", "B/s"] = "bit/s") -> str | float:
-    """'10Gbit/s' or '1.25GB/s', or the plain number where no short text is read back as exactly it."""
+    """'10Gbit/s' or '1.25GB/s', or the plain number if no short text parses to exactly it."""
     return _exact(bytes_per_second, (f"{prefix}{unit}" for prefix in _DECIMAL), _BANDWIDTHS) or bytes_per_second
 
 
 def exact_seconds(seconds: float) -> str | float:
-    """'50us', or the plain number where no short text is read back as exactly it."""
+    """'50us', or the plain number if no short text parses to exactly it."""
     return _exact(seconds, ("s", "ms", "us", "ns"), _SECONDS) or seconds
 
 
 def exact_flops(flops_per_second: float) -> str | float:
-    """'65TFLOP/s', or the plain number where no short text is read back as exactly it."""
+    """'65TFLOP/s', or the plain number if no short text parses to exactly it."""
     return _exact(flops_per_second, (f"{prefix}FLOP/s" for prefix in _DECIMAL), _FLOPS) or flops_per_second
 
 
 def quote(value: object) -> str:
-    """The value as an error sentence shows it: on one line and short."""
+    """The value as shown in an error: on one line and short."""
     try:
         shown = repr(value)
     except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def _exact(value: float, units: Iterable[str], sizes: dict[str, Decimal]) -> str
 
 
 def _prefixed(number: float, prefixes: Mapping[str, float], unit: str) -> str:
-    """The number with the first prefix that it reaches, else with the last."""
+    """The number with the first prefix that it reaches, otherwise with the last."""
     prefix = next((prefix for prefix, size in prefixes.items() if abs(number) >= size), [*prefixes][-1])
     return f"{_short(number / prefixes[prefix])} {prefix}{unit}"
 

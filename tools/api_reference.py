@@ -16,9 +16,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEAD = """# API reference
 
-Every name that `import offbeat` offers, with its types, and what its functions return. Whatever is wrong with an
-argument or a file raises `offbeat.OffbeatError`, whose text is one sentence. Written from the source by
-`tools/api_reference.py`.
+Every public name of `import offbeat`, with types. Errors in arguments and files raise `offbeat.OffbeatError`, whose
+text is one sentence. Written from the source by `tools/api_reference.py`.
 """
 WIDTH = 110
 HIDDEN = {

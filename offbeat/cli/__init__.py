@@ -1,4 +1,4 @@
-"""A command line → one stage of Offbeat run, and its result printed for people or (`--json`) for programs.
+"""The command line: each command runs one stage and prints its result as text or, with `--json`, as JSON.
 
 Each command is a short function in one of the modules below. Everything heavy is imported inside the commands, so that
 `offbeat --help` starts without torch.
@@ -27,7 +27,7 @@ group_commands(
     {
         "Start here": ("tour", "demo", "doctor"),
         "Make a job faster": ("profile", "report", "view", "replay", "optimize", "run", "tune", "trials"),
-        "Plan before there is a job": ("models", "clusters", "builders", "plan", "explain", "frontier", "calibrate"),
+        "Plan without a job": ("models", "clusters", "builders", "plan", "explain", "frontier", "calibrate"),
         "Run a script on several hosts": ("emulate", "launch"),
     }
 )

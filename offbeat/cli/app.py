@@ -1,4 +1,4 @@
-"""Arguments → an exit code; what the user got wrong → one sentence on stderr."""
+"""The command line: runs a command, returns its exit code, and prints user errors as one sentence on stderr."""
 
 import os
 import sys
@@ -15,11 +15,11 @@ from offbeat.errors import OffbeatError
 from offbeat.launch import INTERRUPTED
 
 SCRIPT_SETTINGS = {"ignore_unknown_options": True}
-"""Options that a command which runs a script does not know go to the script, and so does everything behind '--'."""
+"""For commands that run a script: unknown options and everything after '--' go to the script."""
 
 app = typer.Typer(
     name="offbeat",
-    help="Makes distributed PyTorch training as fast as its cluster allows.",
+    help="Make distributed PyTorch training as fast as the cluster allows.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -28,7 +28,7 @@ _UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if bas
 
 
 def _complete(known: Callable[[], Sequence[str]], *endings: str) -> Callable[[str], list[str]]:
-    """What a shell offers: the names that begin like this, and then folders and files with one of the endings."""
+    """Shell completion: matching names, then folders and files with one of the endings."""
 
     def offered(incomplete: str) -> list[str]:
         place = Path(incomplete).parent
@@ -67,7 +67,7 @@ Model = Annotated[
     str,
     Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", autocompletion=complete_model),
 ]
-Scale = Annotated[float | None, Option(help="Size of the zoo model, above 0 and at most 1.")]
+Scale = Annotated[float | None, Option(help="Relative size of the zoo model, above 0 and at most 1.")]
 Cluster = Annotated[
     str, Option(metavar="NAME|FILE", help="A preset or a cluster file.", autocompletion=complete_cluster)
 ]
@@ -75,18 +75,18 @@ Script = Annotated[
     list[str],
     Argument(
         metavar="SCRIPT [ARGS]...",
-        help="The training script and its options; those that are named like one of these go behind '--'.",
+        help="The training script and its options; put options that this command also has after '--'.",
         autocompletion=complete_script,
     ),
 ]
-SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="Save the strategy here.")]
-Trace = Annotated[Path, Argument(help="A recorded folder, torch.profiler's traces, or a saved timeline.")]
+SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="File for the strategy.")]
+Trace = Annotated[Path, Argument(help="A recording, torch.profiler traces, or a saved timeline.")]
 Ranks = Annotated[int, Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
-Timeout = Annotated[float | None, Option(min=0, help="Seconds after which the job is ended.")]
+Timeout = Annotated[float | None, Option(min=0, help="End the job after this many seconds.")]
 
 
 def group_commands(groups: dict[str, tuple[str, ...]]) -> None:
-    """Lets the help list the registered commands under these headings, in this order."""
+    """List the registered commands under these headings, in this order, in the help."""
     registered = {command.callback.__name__: command for command in app.registered_commands if command.callback}
     for heading, names in groups.items():
         for name in names:
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        # The reader has left; Python would complain once more when it flushes stdout at exit.
+        # The reader has closed the pipe; Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if code == INTERRUPTED:

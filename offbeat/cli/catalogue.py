@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: offbeat models")
 def models(as_json: Json = False) -> None:
-    """List the models of the zoo: parameters, trained tensors, and the FLOPs of one step of one rank's batch."""
+    """List the models of the zoo with their parameters, trained tensors, and FLOPs per step for one rank's batch."""
     from offbeat import zoo
 
     rows = [
@@ -73,7 +73,7 @@ def clusters(
 
 @app.command(epilog="Example: offbeat builders")
 def builders(as_json: Json = False) -> None:
-    """List the strategy builders, when to use which, and their options."""
+    """List the strategy builders, when to use each, and their options."""
     from offbeat.strategy import builders as names
 
     found = [{"builder": name, **builder_words(name)} for name in names()]
@@ -88,7 +88,7 @@ def builders(as_json: Json = False) -> None:
 
 def builder_words(name: str) -> dict[str, Any]:
     """What a builder makes, when to use it, and its options with their defaults."""
-    # One builder per file, called what it is registered as.
+    # Each builder has a file named after it.
     build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
     summary, _, rest = (inspect.getdoc(build) or "").partition("\n\n")
     use = next(

@@ -1,4 +1,4 @@
-"""offbeat demo: a model and a bandwidth → DDP and Offbeat measured on two emulated hosts."""
+"""offbeat demo: measure DDP and Offbeat on two emulated hosts."""
 
 import math
 from itertools import chain
@@ -24,12 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {"transformer": {"vocabulary": 500, "shared
 @app.command(epilog="Example: offbeat demo --bandwidth 200Mbit/s")
 def demo(
     model: Annotated[str, typer.Option(help="A zoo model.")] = "transformer",
-    scale: Annotated[float, typer.Option(help="Its size, above 0 and at most 1.")] = 0.4,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank.")] = 32,
-    bandwidth: Annotated[str, typer.Option(help="Of each host's link.")] = "450Mbit/s",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps in each round.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every job in turn.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds after which the demo is ended.")] = 240.0,
+    scale: Annotated[float, typer.Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 32,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of each host's link.")] = "450Mbit/s",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each runs every job once.")] = 4,
+    timeout: Annotated[float, typer.Option(min=0, help="End the demo after this many seconds.")] = 240.0,
     as_json: Json = False,
 ) -> None:
     """Train one model on two emulated hosts with DDP and with Offbeat, and compare."""
@@ -52,10 +52,10 @@ def demo(
 def _measure(
     model: str, scale: float, batch: int, bandwidth: str, steps: int, rounds: int, timeout: float
 ) -> dict[str, Any]:
-    """Trains the model in every way in the same processes, a round of one after a round of the other."""
+    """Trains every variant of the model in the same processes, in alternating rounds."""
     from offbeat.emulate import Emulation
 
-    # Refuses what cannot be built before any process is started.
+    # Rejects a model that cannot be built before any process starts.
     options = OPTIONS.get(model, {})
     parameter_bytes = count_parameters(model, scale, batch, **options)["parameter_bytes"]
     with Emulation(HOSTS, bandwidth) as emulation:
@@ -85,8 +85,8 @@ def _measure(
         "hosts": HOSTS,
         "emulation": kind,
         "link": "not limited" if kind == "loopback" else units.format_bandwidth(units.parse_bandwidth(bandwidth)),
-        "steps": f"{rounds} x {steps} timed steps of each job in turn, after {ranks[0]['settling_steps']} in which "
-        f"Offbeat chose its plan",
+        "steps": f"{rounds} x {steps} timed steps of each job, alternating, after {ranks[0]['settling_steps']} steps "
+        f"in which Offbeat chose its plan",
     }
 
 

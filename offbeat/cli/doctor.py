@@ -1,4 +1,4 @@
-"""offbeat doctor: this machine → what Offbeat can do here, each with a one-line verdict."""
+"""offbeat doctor: check what works on this machine, with one line for each feature."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 @app.command(epilog="Example: offbeat doctor")
 def doctor(as_json: Json = False) -> None:
-    """Say what works on this machine."""
+    """Check what works on this machine."""
     with progress("checking this machine"):
         findings = examine()
     print_rows([{"what": f.what, "works": f.works, "verdict": f.verdict} for f in findings], as_json)
@@ -52,7 +52,7 @@ def examine() -> list[Finding]:
         *_kernel(),
         _gpu_emulation(),
         Finding("compiler", compiler is not None, compiler or "no C++ compiler; Offbeat does not need one"),
-        Finding("cores", cores > 1, f"{cores}" + ("" if cores > 1 else ": emulated hosts take turns on it")),
+        Finding("cores", cores > 1, f"{cores}" + ("" if cores > 1 else ": emulated hosts share it")),
         Finding("memory", memory >= 4 * 2**30, units.format_bytes(memory)),
     ]
 
@@ -82,7 +82,7 @@ def _gpu_emulation() -> Finding:
         find_control()
         name = find_gpu().name
     except OffbeatError as error:
-        return Finding("gpu emulation", False, f"not here: {str(error).removeprefix('gpu: ')}")
+        return Finding("gpu emulation", False, f"not available: {str(error).removeprefix('gpu: ')}")
     return Finding("gpu emulation", True, f"several hosts can share the {name} (offbeat emulate --gpu)")
 
 
@@ -101,12 +101,12 @@ def _kernel() -> list[Finding]:
         tried = {}
     for what, use in (
         ("user namespaces", "hosts can be emulated without root"),
-        ("network namespaces", "each emulated host has a network of its own"),
+        ("network namespaces", "each emulated host has its own network"),
         ("token bucket (tbf)", "links can be limited in bandwidth"),
         ("delay (netem)", "links can be given latency"),
     ):
-        problem = tried.get(what, "could not be tried")
-        findings.append(Finding(what, not problem, f"not here: {problem}" if problem else use))
+        problem = tried.get(what, "could not be tested")
+        findings.append(Finding(what, not problem, f"not available: {problem}" if problem else use))
     return findings
 
 
@@ -140,6 +140,6 @@ def _attempt(action: Callable[[], None]) -> str:
     except Exception as error:
         # Netlink's errors are no OSErrors, but carry (number, text) alike.
         if error.args and error.args[0] == errno.ENOENT:
-            return "this kernel does not have it"
+            return "not in this kernel"
         return " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
     return ""

@@ -1,4 +1,4 @@
-"""offbeat emulate: a script → ranks on a cluster that is emulated on this machine."""
+"""offbeat emulate: run a script on a cluster emulated on this machine."""
 
 import shutil
 from collections.abc import Sequence
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s train.py --steps 10; a program goes behind '--'",
+    epilog="Example: offbeat emulate --hosts 4 --bandwidth 1Gbit/s train.py --steps 10; put other programs after '--'",
     context_settings=SCRIPT_SETTINGS,
 )
 def emulate(
     script: Script,
     hosts: Annotated[int, Option(min=1, help="Emulated hosts.")] = 2,
-    bandwidth: Annotated[str, Option(help="Of every host's link, or one per host with commas.")] = "1Gbit/s",
+    bandwidth: Annotated[str, Option(help="Bandwidth of every link, or one per host, comma-separated.")] = "1Gbit/s",
     ranks_per_host: Annotated[int, Option(min=1, help="Processes on each host.")] = 1,
     gpu: Annotated[
         bool,
         Option(
             "--gpu",
-            help="All ranks compute on this machine's GPU at once (MPS), as device 0, and NCCL takes the emulated "
-            "links; the GPU's speed and memory are shared, and NVLink within a host is not emulated.",
+            help="All ranks share this machine's GPU (MPS) as device 0, and NCCL uses the emulated links; ranks "
+            "share the GPU's speed and memory, and NVLink within a host is not emulated.",
         ),
     ] = False,
-    timeout: Annotated[float, Option(min=0, help="Seconds after which the job is ended.")] = 600.0,
+    timeout: Annotated[float, Option(min=0, help="End the job after this many seconds.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Run a script on an emulated cluster: hosts joined by links of limited bandwidth."""
+    """Run a script on an emulated cluster: hosts connected by links of limited bandwidth."""
     from offbeat.emulate import Emulation
 
     is_script = script[0].endswith(".py")
     if not (Path(script[0]).is_file() if is_script else script[0].startswith("-") or shutil.which(script[0])):
-        raise OffbeatError(f"{script[0]}: there is no such {'script' if is_script else 'program'}")
+        raise OffbeatError(f"{script[0]}: no such {'script' if is_script else 'program'}")
     with stdout_to_stderr(as_json):
         emulation = Emulation(link_rates(bandwidth, hosts), bandwidth, ranks_per_host=ranks_per_host, gpu=gpu)
         code = run_shown(emulation, script, timeout)
@@ -52,9 +52,9 @@ def emulate(
 
 
 def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | None) -> int:
-    """Runs a program on every rank of a cluster that is not yet running, and shows each line as '[rank] line'.
+    """Starts an emulated cluster, runs a program on every rank, and prints each line as '[rank] line'.
 
-    Returns 0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 when time was up. The
+    Returns 0, the exit code of the rank that failed first (128 + n if signal n ended it), or 124 on timeout. The
     other ranks are then stopped.
     """
     shown = Shown()
@@ -69,10 +69,10 @@ def run_shown(emulation: "Emulation", program: Sequence[str], timeout: float | N
 
 
 def link_rates(text: str, hosts: int) -> int | list[str]:
-    """What `Emulation` takes for hosts: their number, or the bandwidth of each if there are several with commas."""
+    """The `hosts` argument of `Emulation`: their number, or a list of bandwidths if the text has commas."""
     rates = text.split(",")
     if len(rates) == 1:
         return hosts
     if len(rates) != hosts:
-        raise OffbeatError(f"bandwidth: {len(rates)} are given for {hosts} hosts")
+        raise OffbeatError(f"bandwidth: {len(rates)} values for {hosts} hosts")
     return rates

@@ -109,5 +109,5 @@ def _facts(point: "FrontierPoint") -> dict[str, Any]:
 def _counts(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise OffbeatError(f"--profile: {text!r} is not a list of numbers of devices such as 2,4,8,16")
+        raise OffbeatError(f"--profile: {text!r} is not a list of device counts such as 2,4,8,16")
     return tuple(int(part) for part in parts)

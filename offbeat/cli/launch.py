@@ -1,4 +1,4 @@
-"""offbeat launch: a script → ranks on the nodes of a cluster file, over ssh."""
+"""offbeat launch: run a script on the nodes of a cluster file over ssh."""
 
 import os
 import shlex
@@ -41,21 +41,21 @@ MASTER_PORT = 29_500
 def launch(
     script: Script,
     cluster: Cluster,
-    ssh: Annotated[str, Option(help="The ssh command, with options of your own.")] = "ssh",
-    python: Annotated[str, Option(help="Python on every node, in which Offbeat is installed.")] = sys.executable,
-    port: Annotated[int, Option(min=1, max=65535, help="Where ranks meet on the first node.")] = MASTER_PORT,
-    env: Annotated[list[str], Option(help="A variable of every rank: NAME (as it is here) or NAME=VALUE.")] = [],  # noqa: B006 - typer's default
+    ssh: Annotated[str, Option(help="The ssh command with its options.")] = "ssh",
+    python: Annotated[str, Option(help="Python with Offbeat installed, on every node.")] = sys.executable,
+    port: Annotated[int, Option(min=1, max=65535, help="Rendezvous port on the first node.")] = MASTER_PORT,
+    env: Annotated[list[str], Option(help="Set a variable on every rank: NAME=VALUE, or NAME to copy it.")] = [],  # noqa: B006 - typer's default
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a script on every node of a cluster file over ssh, as torchrun would, in a folder of the same path."""
+    """Run a script on every node of a cluster file over ssh, like torchrun, in the same folder on each node."""
     from offbeat.cli.catalogue import load_cluster
 
     spec = load_cluster(cluster)
     nodes = remote_nodes(spec, port, dict(_variable(text) for text in env))
     command = shlex.split(ssh)
     if not command or shutil.which(command[0]) is None:
-        raise OffbeatError(f"--ssh: {ssh!r} starts no program that is installed here")
+        raise OffbeatError(f"--ssh: no program named by {ssh!r} is installed here")
     with stdout_to_stderr(as_json):
         code = run_nodes(nodes, script, python, command, timeout)
     if as_json:
@@ -64,10 +64,10 @@ def launch(
 
 
 def remote_nodes(cluster: "ClusterSpec", port: int, variables: dict[str, str]) -> list[RemoteNode]:
-    """What each node of a cluster runs; each must have an address."""
+    """The nodes of a cluster as launch targets; each must have an address."""
     for node in cluster.nodes:
         if node.address is None or node.address.startswith("-"):
-            raise OffbeatError(f"address: node {node.name!r} of cluster {cluster.name!r} has none that ssh can use")
+            raise OffbeatError(f"address: node {node.name!r} of cluster {cluster.name!r} has no address for ssh")
     addresses = [str(node.address) for node in cluster.nodes]
     return [
         RemoteNode(
@@ -90,7 +90,7 @@ def remote_nodes(cluster: "ClusterSpec", port: int, variables: dict[str, str]) -
 def run_nodes(
     nodes: Sequence[RemoteNode], program: Sequence[str], python: str, ssh: Sequence[str], timeout: float | None
 ) -> int:
-    """Runs a program on all nodes, shows each line as '[rank] line', and ends all when one fails; see `run_shown`."""
+    """Runs a program on all nodes, prints each line as '[rank] line', and stops all if one fails; see `run_shown`."""
     shown = Shown()
     run = partial(start_node, program=program, folder=os.getcwd(), python=python, ssh=ssh)
     start = shown.started(lambda place, **output: run(nodes[place], **output), prefix="")
@@ -112,12 +112,12 @@ def run_nodes(
     failure = first_failure(ends)
     if failure is not None and exit_code(failure.returncode) == SSH_FAILED:
         node = nodes[failure.rank]
-        raise OffbeatError(f"address: ssh could not reach node {node.name!r} at {node.address!r}, or has lost it")
+        raise OffbeatError(f"address: ssh could not reach node {node.name!r} at {node.address!r}, or lost it")
     return job_exit_code(ends)
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, given, value = text.partition("=")
     if not name.isidentifier() or not (given or name in os.environ):
-        raise OffbeatError(f"--env: {text!r} is neither NAME=VALUE nor the name of a variable that is set here")
+        raise OffbeatError(f"--env: {text!r} is neither NAME=VALUE nor the name of a variable set here")
     return name, value if given else os.environ[name]

@@ -1,4 +1,4 @@
-"""offbeat plan and explain: model + cluster + strategy → what one step takes, sends and keeps, and why."""
+"""offbeat plan and explain: the predicted time, traffic and memory of a strategy, and its description in words."""
 
 import importlib
 import json
@@ -40,11 +40,11 @@ def plan(
     ] = "overlap",
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
-    rank: Annotated[int | None, Option(min=0, help="Derive this rank's part alone.")] = None,
+    rank: Annotated[int | None, Option(min=0, help="Derive only this rank's part.")] = None,
     output: SavedStrategy = None,
     as_json: Json = False,
 ) -> None:
-    """Lower a strategy for a model on a cluster and show what a step takes, sends and keeps."""
+    """Show the predicted step time, traffic and memory of a strategy for a model on a cluster."""
     spec = load_cluster(cluster)
     options = _parse_options(option or ())
     loaded = read_strategy(strategy, options)
@@ -74,20 +74,20 @@ def explain(
         str, Argument(metavar="BUILDER|FILE", help="A strategy file or a builder.", autocompletion=complete_strategy)
     ],
     model: Annotated[
-        str | None, Option(help="A zoo model or pkg.mod:function, for what it gains.", autocompletion=complete_model)
+        str | None, Option(help="A zoo model or pkg.mod:function, to predict the gain.", autocompletion=complete_model)
     ] = None,
     cluster: Annotated[
-        str | None, Option(metavar="NAME|FILE", help="Where that model runs.", autocompletion=complete_cluster)
+        str | None, Option(metavar="NAME|FILE", help="The cluster for that model.", autocompletion=complete_cluster)
     ] = None,
     scale: Scale = None,
     as_json: Json = False,
 ) -> None:
-    """Say in words what a strategy does and, with a model and a cluster, what it gains and which decisions matter."""
+    """Describe a strategy in words and, with a model and a cluster, its gain and the decisions that matter."""
     from offbeat.strategy import Recipe, describe
 
     found = read_strategy(strategy)
     if (model is None) != (cluster is None):
-        raise OffbeatError(f"--{'cluster' if cluster is None else 'model'}: a gain needs both a model and a cluster")
+        raise OffbeatError(f"--{'cluster' if cluster is None else 'model'}: needed to predict the gain")
     if model is None or cluster is None:
         words = (builder_words(found.builder)["summary"],) if isinstance(found, Recipe) else describe(found)
         name, made_for = (found.builder, "") if isinstance(found, Recipe) else (found.name, found.model)
@@ -109,7 +109,7 @@ def explain(
 
 
 def capture_model(text: str, scale: float | None) -> "ModelGraph":
-    """The graph of a zoo model, or of what the named function returns; shows that it is under way."""
+    """The graph of a zoo model, or of the model that the named function returns; shows progress."""
     with progress(f"capturing {text}"):
         if ":" not in text:
             from offbeat import zoo
@@ -123,7 +123,7 @@ def capture_model(text: str, scale: float | None) -> "ModelGraph":
 
 
 def build_model(text: str, scale: float | None) -> tuple[Any, Any]:
-    """(model, example inputs) with memory: a zoo model on this machine's device, or what the named function returns."""
+    """(model, example inputs), allocated: a zoo model on this machine's device, or the named function's result."""
     if ":" in text:
         return _call(text)
     import torch
@@ -135,7 +135,7 @@ def build_model(text: str, scale: float | None) -> tuple[Any, Any]:
 
 
 def summarise(plan: "Plan") -> dict[str, Any]:
-    """A plan's traffic and memory as plain values; for one rank's part, only what that rank takes part in."""
+    """A plan's traffic and memory as plain values; for one rank's part, only that rank's tasks."""
     graph, strategy = plan.graph, plan.strategy
     largest = max(plan.messages, key=lambda message: message.bytes)
     held, more = largest.variables[:3], len(largest.variables) - 3
@@ -173,7 +173,7 @@ def _received_bytes(task: "Task") -> int:
 
 
 def _call(text: str) -> tuple[Any, Any]:
-    # As `python -m` has it; the installed command starts without the working directory.
+    # Like `python -m`: the installed command starts without the working directory.
     sys.path.insert(0, os.getcwd())
     module, _, function = text.partition(":")
     try:
@@ -183,23 +183,23 @@ def _call(text: str) -> tuple[Any, Any]:
     except Exception as error:
         raise OffbeatError(f"{text}: cannot build the model: {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2:
-        raise OffbeatError(f"{text}: it returned {type(made).__name__}, not a pair (model, example_inputs)")
+        raise OffbeatError(f"{text}: returned {type(made).__name__}, not a pair (model, example_inputs)")
     return made
 
 
 def read_strategy(text: str, options: Mapping[str, Any] | None = None) -> "Strategy | Recipe":
-    """What a file holds, or the recipe of a builder's name, which alone takes options; anything else is refused."""
+    """The strategy in a file, or the recipe of a named builder; only builders take options."""
     from offbeat.strategy import builders, find_strategy
 
     if options and text not in builders():
-        raise OffbeatError(f"--option {next(iter(options))}: {text!r} is no builder, and only builders take options")
+        raise OffbeatError(f"--option {next(iter(options))}: {text!r} is not a builder, and only builders take options")
     if text == "auto":
         raise OffbeatError("--strategy: 'auto' measures the network of a running job; name a builder instead")
     return find_strategy(text, "--strategy", **(options or {}))
 
 
 def _parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Values are read as JSON where they are valid JSON (64, true), else as text (4MiB)."""
+    """Values are parsed as JSON if they are valid JSON (64, true), otherwise kept as text (4MiB)."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""offbeat profile, replay and calibrate: a running job → traces, predictions, a cluster file."""
+"""offbeat profile, replay and calibrate: record a job, predict changes, and measure a cluster."""
 
 import os
 from pathlib import Path
@@ -18,15 +18,13 @@ def profile(
     output: Annotated[Path, Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
     ranks: Ranks = 1,
     steps: Annotated[int, Option(min=1, help="Steps to record.")] = 20,
-    plain_steps: Annotated[int, Option(min=0, help="Steps before them, to warm up and to compare with.")] = 8,
-    run_on: Annotated[bool, Option("--run-on", help="Let the script run to its own end afterwards.")] = False,
-    transactions: Annotated[
-        bool, Option("--transactions", help="Also note every message that one rank sends to another.")
-    ] = False,
+    plain_steps: Annotated[int, Option(min=0, help="Unrecorded steps before them, for warm-up and comparison.")] = 8,
+    run_on: Annotated[bool, Option("--run-on", help="Let the script run to its end afterwards.")] = False,
+    transactions: Annotated[bool, Option("--transactions", help="Also record every point-to-point message.")] = False,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a training script, here or (under torchrun) as a rank of a job, and record what every rank does."""
+    """Run a training script, here or as a rank under torchrun, and record what every rank does."""
     from offbeat.profile.launch import clear_folder, inside_job, require_script, run_script
 
     require_script(script[0])
@@ -34,11 +32,11 @@ def profile(
         from offbeat.profile.attach import record_script
 
         if os.environ["RANK"] == "0":
-            # The others begin to record only after they have met this rank.
+            # The other ranks start recording only after they have connected to this one.
             clear_folder(output)
         record_script(script, output, steps, plain_steps, run_on, transactions)
         if os.environ["RANK"] == "0":
-            print(f"recorded into {output}; offbeat replay {output} shows what")
+            print(f"recorded to {output}; run offbeat replay {output} to analyse it")
         return
     clear_folder(output)
     options = [str(output), str(steps), str(plain_steps), str(int(run_on)), str(int(transactions))]
@@ -55,8 +53,8 @@ def replay(
         list[str] | None,
         Option(
             metavar="CHANGE",
-            help="bandwidth=2x, latency=0.5x (inter_… or intra_… of both: only between or within nodes), compute=1.5x, "
-            "workers=64, strategy=overlap, straggler=3:2x or wire=fp16; several are applied together.",
+            help="bandwidth=2x, latency=0.5x (with inter_… or intra_…: only between or within nodes), compute=1.5x, "
+            "workers=64, strategy=overlap, straggler=3:2x or wire=fp16; can be repeated.",
         ),
     ] = None,
     output: Annotated[
@@ -64,7 +62,7 @@ def replay(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict how a recorded job runs, as it was or with changes, and say where its time goes."""
+    """Replay a recorded job, unchanged or with changes, and show where its time goes."""
     from offbeat.profile.whatif import parse_what_if
     from offbeat.timeline import Timeline
     from offbeat.timeline.diagnosis import diagnose
@@ -112,10 +110,10 @@ def replay(
 def calibrate(
     output: Annotated[Path, Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.yaml"),
     ranks: Annotated[int, Option("-n", "--ranks", min=2, help="Processes to start on this machine.")] = 2,
-    timeout: Annotated[float, Option(min=0, help="Seconds after which it is ended.")] = 600.0,
+    timeout: Annotated[float, Option(min=0, help="Give up after this many seconds.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what collectives cost, on this machine or (under torchrun) among the job's ranks."""
+    """Measure the cost of collectives, on this machine or among the ranks of a torchrun job."""
     from offbeat.profile.launch import inside_job, run_script
 
     require_folder(output, "cluster")
@@ -148,7 +146,7 @@ def calibrate(
 
 
 def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
-    """What a recording holds, in a few facts; also shows that it can be read."""
+    """A summary of a recording, which also checks that it can be read."""
     from offbeat import files
     from offbeat.profile.attach import OVERHEAD_FILE
     from offbeat.profile.measure import load_profile
@@ -165,7 +163,7 @@ def _recorded(folder: Path, ranks: int) -> dict[str, Any]:
         say(f"warning: {note}")
     world, middle = traces[0].world, traces[0].steps[len(traces[0].steps) // 2]
     if world != ranks:
-        say(f"warning: {ranks} processes were started, but the script made jobs of {world}")
+        say(f"warning: {ranks} processes were started, but the script's world size is {world}")
     return {
         "trace": str(folder),
         "job": loaded.job,

@@ -1,4 +1,4 @@
-"""offbeat report and view: a recorded job or a model → an HTML file, or a live page in the browser."""
+"""offbeat report and view: show a recorded job or a model as an HTML file or a live page."""
 
 import gc
 import tempfile
@@ -28,12 +28,12 @@ def report(
     strategy: Annotated[Path | None, Option(metavar="FILE", help="Another strategy to explain.")] = None,
     frontier: Annotated[Path | None, Option(metavar="FILE", help="A saved frontier to draw in the report.")] = None,
     predicted: Annotated[Path | None, Option(metavar="FILE", help="A predicted timeline to compare with.")] = None,
-    compare: Annotated[Path | None, Option(metavar="TRACE", help="Another recording, set beside this one.")] = None,
-    title: Annotated[str, Option(help="What the page is called; the trace's name by default.")] = "",
-    what_ifs: Annotated[bool, Option(help="Replay what would help most.")] = True,
+    compare: Annotated[Path | None, Option(metavar="TRACE", help="Another recording to compare with.")] = None,
+    title: Annotated[str, Option(help="Title of the page; the trace's name by default.")] = "",
+    what_ifs: Annotated[bool, Option(help="Replay changes to find what would help.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML file, for any browser and offline: where the step goes, the timeline, and what would help."""
+    """Write one self-contained HTML file: where the step time goes, the timeline, and what would help."""
     require_folder(output, "report")
     with progress("reading the trace"):
         from offbeat.profile.measure import Profile
@@ -75,27 +75,27 @@ def report(
 
 
 def _name(other: Path, trace: Path) -> str:
-    """What another recording is called: its folder, or the whole path where both folders have one name."""
+    """The name of another recording: its folder, or the whole path if both folders have the same name."""
     return other.resolve().name if other.resolve().name != trace.resolve().name else str(other)
 
 
 @app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")
 def view(
-    trace: Annotated[Path | None, Argument(help="A recording, torch.profiler's traces, or a saved timeline.")] = None,
+    trace: Annotated[Path | None, Argument(help="A recording, torch.profiler traces, or a saved timeline.")] = None,
     model: Annotated[
         str | None,
-        Option(help="A zoo model, or pkg.mod:function, that was not recorded.", autocompletion=complete_model),
+        Option(help="A zoo model or pkg.mod:function, instead of a recording.", autocompletion=complete_model),
     ] = None,
     cluster: Annotated[
         str | None,
-        Option(metavar="NAME|FILE", help="A preset or a file: where it would run.", autocompletion=complete_cluster),
+        Option(metavar="NAME|FILE", help="A preset or a cluster file, for --model.", autocompletion=complete_cluster),
     ] = None,
     scale: Scale = None,
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = DEFAULT_PORT,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = DEFAULT_PORT,
     open_browser: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Serve a page on this machine that replays the job while you change bandwidth, workers, strategy and more."""
+    """Serve a local page that replays the job while you change bandwidth, workers, strategy and more."""
     session = _session(trace, model, cluster, scale)
     from offbeat.report.server import LiveServer
 
@@ -103,22 +103,22 @@ def view(
         if as_json:
             print_json({"url": server.url, "port": server.server_port, "title": session.title})
         else:
-            print(f"{session.title}: {server.url} (Ctrl-C ends it)")
-        # Objects loaded by now live on, so the garbage collector need not visit them during a replay.
+            print(f"{session.title}: {server.url} (Ctrl-C to stop)")
+        # Objects loaded so far stay alive, so the garbage collector need not visit them during a replay.
         gc.collect()
         gc.freeze()
-        # The reader of a pipe waits for the address.
+        # A reader of the pipe waits for the URL.
         print(end="", flush=True)
         with opening_page(server.url) if open_browser else nullcontext():
             try:
                 server.serve_forever()
             except KeyboardInterrupt:
-                say("the page is closed")
+                say("stopped")
 
 
 @contextmanager
 def opening_page(url: str) -> Generator[None, None, None]:
-    """Opens an address in the browser by way of a file only this user can read; a command line would show its token."""
+    """Opens a URL through a file that only this user can read; a command line would expose the token."""
     import webbrowser
 
     with tempfile.NamedTemporaryFile("w", prefix="offbeat-view-", suffix=".html") as page:
@@ -131,17 +131,17 @@ def opening_page(url: str) -> Generator[None, None, None]:
 
 def _session(trace: Path | None, model: str | None, cluster: str | None, scale: float | None) -> "Session":
     if (trace is None) == (model is None):
-        raise OffbeatError("view: name either a trace or a --model" + (", not both" if trace is not None else ""))
+        raise OffbeatError("view: give either a trace or --model" + (", not both" if trace is not None else ""))
     if model is None:
         if cluster is not None or scale is not None:
-            raise OffbeatError(f"--{'cluster' if cluster is not None else 'scale'}: it goes with --model, not a trace")
+            raise OffbeatError(f"--{'cluster' if cluster is not None else 'scale'}: needs --model, not a trace")
         with progress("reading the traces"):
             from offbeat.report.live import Session
 
             assert trace is not None
             return Session.of_recording(trace)
     if cluster is None:
-        raise OffbeatError(f"--cluster: it is needed, because {model!r} was not recorded on any")
+        raise OffbeatError(f"--cluster: required for --model {model}")
     spec = load_cluster(cluster)
     graph = capture_model(model, scale)
     from offbeat.report.live import Session

@@ -1,4 +1,4 @@
-"""offbeat optimize and run: a recorded or captured job → the best strategy, and a script run by it."""
+"""offbeat optimize and run: find the best strategy for a recorded or captured job, and run a script with it."""
 
 import os
 import tempfile
@@ -32,25 +32,25 @@ def optimize(
     source: Annotated[
         str,
         Argument(
-            help="A recorded folder, one of torch.profiler's traces of DDP, a zoo model, or pkg.mod:function.",
+            help="A recording, a folder of torch.profiler traces of DDP, a zoo model, or pkg.mod:function.",
             autocompletion=complete_model,
         ),
     ],
     output: SavedStrategy = None,
     cluster: Annotated[
         str | None,
-        Option(metavar="NAME|FILE", help="A preset or a file; a recording has one.", autocompletion=complete_cluster),
+        Option(metavar="NAME|FILE", help="A preset or a file; default: as recorded.", autocompletion=complete_cluster),
     ] = None,
-    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB, or auto.")] = None,
+    memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB; or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
-        int | None, Option(min=1, help="Ranks of the job, where one rank's trace stands for all; or another number.")
+        int | None, Option(min=1, help="Number of ranks, if it differs from the number of traces.")
     ] = None,
     model: Annotated[
         str | None,
         Option(
             metavar="NAME|pkg.mod:function",
-            help="The traces' model: for names of torch.profiler's, or --measure.",
+            help="The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
             autocompletion=complete_model,
         ),
     ] = None,
@@ -59,16 +59,16 @@ def optimize(
         list[str] | None,
         Option(
             metavar="ENCODER",
-            help="May encode gradients: bf16, fp16, int8, topk:0.01, powersgd:4; amp may autocast. Repeatable.",
+            help="Allow lossy encoding: bf16, fp16, int8, topk:0.01, powersgd:4; or autocast: amp. Repeatable.",
         ),
     ] = None,
     measure: Annotated[
-        bool, Option("--measure", help="Time the model's blocks here, as they are, compiled and recomputed.")
+        bool, Option("--measure", help="Time the model's blocks here, plain, compiled and recomputed.")
     ] = False,
     *,
     as_json: Json = False,
 ) -> None:
-    """Search by replay for the strategy with the shortest step, and say what it gains and why."""
+    """Search for the strategy with the shortest replayed step, and show its gain and the reasons."""
     graph, spec, costs, named, notes, measured = _job(source, cluster, scale, workers, model, measure)
     if measure:
         graph, costs = _measured(graph, spec, costs, model or source, scale, allow or (), notes)
@@ -86,8 +86,8 @@ def optimize(
             recipe, best = recommend(graph, spec, costs, memory_limit)
             options = [f"{option}={value}" for option, value in recipe.options.items()]
             notes.append(
-                "the traces do not name the model's parameters, so only a builder is recommended: "
-                f"{' '.join((recipe.builder, *options))}; --model gives them names"
+                "the traces do not contain parameter names, so only a builder is recommended: "
+                f"{' '.join((recipe.builder, *options))}; --model adds the names"
             )
         explanation = explain(best, graph, spec, costs, **measured)
         code = "" if best.fsdp is None else torch_code(best)
@@ -101,7 +101,7 @@ def optimize(
         for note in notes:
             print(f"Note: {note}.")
         if code:
-            print(f"\nThe same in a script without Offbeat, before its optimizer is made:\n\n{code}")
+            print(f"\nThe equivalent torch code, to run before creating the optimizer:\n\n{code}")
 
 
 @app.command(
@@ -110,16 +110,16 @@ def optimize(
 def run(
     script: Script,
     strategy: Annotated[
-        str, Option(metavar="BUILDER|FILE", help="What 'auto' stands for.", autocompletion=complete_strategy)
+        str, Option(metavar="BUILDER|FILE", help="Strategy to use instead of 'auto'.", autocompletion=complete_strategy)
     ] = "auto",
     ranks: Ranks = 1,
     servers: Annotated[
-        int, Option(min=0, help="Further ranks that hold no replica and keep parameters for the others.")
+        int, Option(min=0, help="Extra ranks that hold no replica and serve parameters to the others.")
     ] = 0,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
-    """Run a script that calls distribute(), here or (under torchrun) as a rank, with a strategy in place of 'auto'."""
+    """Run a script that calls distribute(), here or as a rank under torchrun, with the given strategy."""
     from offbeat.profile.launch import inside_job, require_script, run_script
 
     require_script(script[0])
@@ -155,14 +155,14 @@ def run(
             exit_if_failed(code, timeout)
         if not called.exists():
             raise OffbeatError(
-                f"{script[0]}: it ended without a call of offbeat.distribute, so the strategy {strategy!r} was not used"
+                f"{script[0]}: ended without calling offbeat.distribute, so the strategy {strategy!r} was not used"
             )
 
 
 def _measured(
     graph: Any, spec: Any, costs: Any, model: str, scale: float | None, allow: Sequence[str], notes: list[str]
 ) -> tuple[Any, Any]:
-    """(graph, costs) with what the model's blocks and the allowed encoders take on this machine."""
+    """(graph, costs) with the times of the model's blocks and the allowed encoders on this machine."""
     with progress(f"timing the blocks of {model}"):
         import torch
 
@@ -176,7 +176,7 @@ def _measured(
     there = spec.device_of(spec.workers[0]).device
     notes += problems
     if here.lower() not in there.lower() and there.lower() not in here.lower():
-        notes.append(f"blocks were timed on {here}; what they gain on the cluster's {there} is a guess")
+        notes.append(f"blocks were timed on {here}; their gain on the cluster's {there} is an estimate")
     return timed, known
 
 
@@ -187,16 +187,16 @@ def _job(
     a model."""
     if not Path(source).is_dir():
         if cluster is None:
-            raise OffbeatError(f"--cluster: it is needed, because {source!r} is no recorded folder")
+            raise OffbeatError(f"--cluster: required, because {source!r} is not a recording")
         if workers is not None or model is not None:
-            raise OffbeatError(f"--{'model' if workers is None else 'workers'}: {source!r} is no recorded folder")
+            raise OffbeatError(f"--{'model' if workers is None else 'workers'}: {source!r} is not a recording")
         spec = load_cluster(cluster)
         return capture_model(source, scale), spec, None, True, [], {}
     recorded = any(Path(source).glob("rank*.jsonl"))
     if recorded and model is not None and not measure:
-        raise OffbeatError(f"--model: the recording {source!r} has the names of its own model; --measure needs it")
+        raise OffbeatError(f"--model: the recording {source!r} has parameter names; --model is only for --measure")
     if measure and model is None:
-        raise OffbeatError(f"--measure: what is timed is the model, which {source!r} does not hold; --model names it")
+        raise OffbeatError(f"--measure: {source!r} does not contain the model to time; name it with --model")
     graph = None if model is None or recorded else capture_model(model, scale)
     with progress("reading the traces"):
         from offbeat.profile.ddp_trace import load_ddp_profile
@@ -210,7 +210,7 @@ def _job(
         before, (spec, costs) = spec.world_size, resized(spec, costs, workers)
         if workers != before:
             notes.append(
-                f"the job had {before} ranks; what collectives of {workers} take follows from a ring's formulas"
+                f"the job had {before} ranks; the times of collectives of {workers} ranks come from ring formulas"
             )
     measured: dict[str, Any] = {"scale": replay_scale(profile)} if plan_known(profile) else {}
     if measured and spec is profile.cluster:

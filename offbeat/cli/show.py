@@ -1,4 +1,4 @@
-"""Plain values → JSON, or tables and facts on a terminal, a pipe or a file."""
+"""Print plain values as JSON, or as tables and facts on a terminal, a pipe or a file."""
 
 import json
 import math
@@ -25,16 +25,16 @@ def say(sentence: str) -> None:
 
 
 def exit_if_failed(code: int, timeout: float | None) -> None:
-    """Says how a job failed, and exits with its code."""
+    """Exits with the code of a failed job, after a sentence about it."""
     if code:
-        say(f"the job ended with exit code {code}" + (f": the {timeout:g} s were up" if code == TIMED_OUT else ""))
+        say(f"the job ended with exit code {code}" + (f": timed out after {timeout:g} s" if code == TIMED_OUT else ""))
         raise Exit(code)
 
 
 def require_folder(output: Path, what: str) -> None:
-    """Refuses a file that cannot be written, before the work that leads to it."""
+    """Rejects an output file that cannot be written before the work starts."""
     if not output.parent.is_dir():
-        raise OffbeatError(f"{output}: cannot write the {what}: there is no folder {output.parent}")
+        raise OffbeatError(f"{output}: cannot write the {what}: no folder {output.parent}")
 
 
 def print_json(value: Any) -> None:
@@ -87,7 +87,7 @@ def print_paragraphs(title: str, paragraphs: Sequence[str]) -> None:
 def progress(
     what: str, most_seconds: float | None = None, about_seconds: float | None = None
 ) -> Generator[None, None, None]:
-    """While the block runs, the seconds since it began and, where a limit or an estimate is known, those left; on a
+    """Shows the elapsed seconds while the block runs and, given a limit or an estimate, the seconds left; on a
     terminal only."""
     if not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""offbeat tour: the whole loop on one machine: a slow DDP job is recorded, reported, improved, and run again."""
+"""offbeat tour: record, analyse and improve a slow DDP job on one machine, and run it again."""
 
 import os
 import sys
@@ -27,31 +27,31 @@ JOBS = ("ddp", "offbeat")
 def tour(
     folder: Annotated[Path, Option("-o", "--output", help="Folder for trace, report and strategy.")] = Path("tour"),
     model: Annotated[str, Option(help="A zoo model.", autocompletion=complete_model)] = "transformer",
-    scale: Annotated[float, Option(help="Its size, above 0 and at most 1.")] = 0.4,
-    batch: Annotated[int, Option(min=1, help="Samples of each rank.")] = 32,
-    bandwidth: Annotated[str, Option(help="Of each host's link.")] = "450Mbit/s",
+    scale: Annotated[float, Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
+    batch: Annotated[int, Option(min=1, help="Samples per rank.")] = 32,
+    bandwidth: Annotated[str, Option(help="Bandwidth of each host's link.")] = "450Mbit/s",
     steps: Annotated[int, Option(min=2, help="Steps to record, and in each timed round.")] = 8,
-    rounds: Annotated[int, Option(min=1, help="Rounds of both jobs in turn.")] = 3,
-    timeout: Annotated[float, Option(min=0, help="Seconds after which a job is ended.")] = 180.0,
+    rounds: Annotated[int, Option(min=1, help="Rounds; each runs both jobs once.")] = 3,
+    timeout: Annotated[float, Option(min=0, help="End a job after this many seconds.")] = 180.0,
     open_report: Annotated[
         bool | None,
-        Option("--open/--no-open", help="Open the report in the browser; by default where there is a screen."),
+        Option("--open/--no-open", help="Open the report in the browser; by default if there is a display."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """See the whole loop in a few minutes: record a slow DDP job, read why, find a better strategy, and measure it."""
+    """Take a tour of a few minutes: record a slow DDP job, see why, find a better strategy, and measure it."""
     from offbeat.cli.catalogue import count_parameters
     from offbeat.emulate import Emulation
     from offbeat.profile.launch import clear_folder
 
     options = OPTIONS.get(model, {})
-    # Refuses what cannot be built before any process is started.
+    # Rejects a model that cannot be built before any process starts.
     count_parameters(model, scale, batch, **options)
     trace, page, file = folder / "trace", folder / "report.html", folder / "strategy.json"
     clear_folder(trace)
     job = (model, scale, batch, options, steps)
     with stdout_to_stderr(), Emulation(HOSTS, bandwidth) as emulation:
-        say(f"1 of 4: train {model} with DDP on {HOSTS} emulated hosts joined by {bandwidth}, and record {steps} steps")
+        say(f"1 of 4: train {model} with DDP on {HOSTS} emulated hosts at {bandwidth}, and record {steps} steps")
         with progress("recording"):
             emulation.run_function("offbeat.cli.demo_job:record", *job, str(trace), timeout=timeout)
         say(f"2 of 4: offbeat report {trace} -o {page} (why is it slow?)")
@@ -100,7 +100,7 @@ def tour(
         return
     rows = {"before: DDP": before, f"after: {file}": after, "after, as predicted": [predicted]}
     print_rows([{"job": name, "step_seconds": median(seconds)} for name, seconds in rows.items()], as_json=False)
-    print(f"\n{_verdict(ratios)} {page} says why DDP is slow here; open it in a browser.")
+    print(f"\n{_verdict(ratios)} {page} shows why DDP is slow here; open it in a browser.")
 
 
 def _verdict(ratios: Sequence[float]) -> str:
@@ -112,6 +112,6 @@ def _verdict(ratios: Sequence[float]) -> str:
 
 
 def _has_screen() -> bool:
-    """Whether a browser would have a window of its own; one in the terminal would stop the tour."""
+    """Whether a browser would open its own window; one in the terminal would block the tour."""
     shown = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     return bool(shown) and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""offbeat tune and trials: search with real trials, and the store they are kept in."""
+"""offbeat tune and trials: search with real trials, and the trial store."""
 
 import math
 import sys
@@ -34,31 +34,31 @@ def tune(
         list[str],
         Argument(
             metavar="SCRIPT [ARGS]...",
-            help="A training script, or pkg.mod:function, and its options; those that are named like one of these go "
-            "behind '--'.",
+            help="A training script or pkg.mod:function, and its options; put options that this command also has "
+            "after '--'.",
             autocompletion=complete_script,
         ),
     ],
     *,
     trials: Annotated[int, Option(min=1, help="Strategies to run.")] = 20,
-    output: Annotated[Path, Option("-o", "--output", help="Where the best strategy goes.")] = Path("strategy.json"),
+    output: Annotated[Path, Option("-o", "--output", help="File for the best strategy.")] = Path("strategy.json"),
     store: Store = STORE,
     ranks: Annotated[int, Option("-n", "--ranks", min=1, help="Ranks on this machine.")] = 2,
     nnodes: Annotated[int, Option(min=1, help="Machines; run the same command on each.")] = 1,
-    node_rank: Annotated[int, Option(min=0, envvar="NODE_RANK", help="Which of them this one is.")] = 0,
+    node_rank: Annotated[int, Option(min=0, envvar="NODE_RANK", help="Index of this machine.")] = 0,
     master_addr: Annotated[str, Option(envvar="MASTER_ADDR", help="Address of node 0.")] = "127.0.0.1",
-    master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Port where nodes meet.")] = 29500,
+    master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Rendezvous port on node 0.")] = 29500,
     hosts: Annotated[int | None, Option(min=1, help="Emulate this many hosts instead.")] = None,
-    bandwidth: Annotated[str, Option(help="Of every emulated link, or one per host with commas.")] = "1Gbit/s",
+    bandwidth: Annotated[str, Option(help="Bandwidth of every link, or one per host, comma-separated.")] = "1Gbit/s",
     cluster: Annotated[
         str | None,
-        Option(metavar="NAME|FILE", help="What the ranks run on, if known.", autocompletion=complete_cluster),
+        Option(metavar="NAME|FILE", help="The cluster of the ranks, if known.", autocompletion=complete_cluster),
     ] = None,
     guide: Annotated[str, Option(help="combined, replay, rnn, gat, linear, predefined or random.")] = "combined",
-    seed: Annotated[int, Option(min=0, help="Of the sampler.")] = 0,
-    warm_up: Annotated[int, Option(min=1, help="Untimed steps of a trial.")] = 10,
-    steps: Annotated[int, Option(min=1, help="Timed steps of a trial.")] = 40,
-    timeout: Annotated[float, Option(min=1, help="Seconds after which a trial has hung.")] = 300.0,
+    seed: Annotated[int, Option(min=0, help="Seed of the sampler.")] = 0,
+    warm_up: Annotated[int, Option(min=1, help="Untimed steps per trial.")] = 10,
+    steps: Annotated[int, Option(min=1, help="Timed steps per trial.")] = 40,
+    timeout: Annotated[float, Option(min=1, help="Seconds after which a trial counts as hung.")] = 300.0,
     time_limit: Annotated[float | None, Option(min=0, help="Seconds for the whole search.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue the latest search for this model.")] = False,
     as_json: Json = False,
@@ -73,7 +73,7 @@ def tune(
     length = TrialOptions(warm_up, steps, timeout_seconds=timeout)
     if nnodes > 1:
         if hosts is not None:
-            raise OffbeatError(f"--hosts {hosts}: an emulated cluster is on one machine, not on --nnodes {nnodes}")
+            raise OffbeatError(f"--hosts {hosts}: an emulated cluster runs on one machine, not on --nnodes {nnodes}")
         if node_rank:
             from offbeat.search.auto.nodes import Meeting, follow
 
@@ -84,7 +84,7 @@ def tune(
             return
     master = (master_addr, master_port)
     with stdout_to_stderr(), _machines(ranks, nnodes, master, hosts, bandwidth) as machines:
-        say("the first run is without synchronisation, for the model's graph and its compute times")
+        say("the first run, without synchronisation, records the model's graph and compute times")
         result = search(
             script[0],
             script[1:],
@@ -101,7 +101,7 @@ def tune(
         result.strategy.save(output)
     print_facts(summarise(result, output), as_json, speedup_over_ddp="{:.2f}×".format)
     if result.best is None:
-        raise OffbeatError(f"none of the {len(result.trials)} trials came to its end; `offbeat trials` shows why")
+        raise OffbeatError(f"none of the {len(result.trials)} trials completed; `offbeat trials` shows why")
     if result.interrupted:
         raise Exit(INTERRUPTED)
 
@@ -110,15 +110,15 @@ def tune(
 def trials(
     store: Store = STORE,
     export: Annotated[Path | None, Option(metavar="FOLDER", help="Write all trials as JSON lines.")] = None,
-    import_from: Annotated[Path | None, Option("--import", metavar="FOLDER", help="Read such a folder.")] = None,
+    import_from: Annotated[Path | None, Option("--import", metavar="FOLDER", help="Import such a folder.")] = None,
     best: Annotated[int | None, Option(min=1, help="Show only this many, fastest first.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List, export or import the trials that searches have stored."""
+    """List, export or import stored trials."""
     from offbeat.search.auto.store import TrialStore
 
     if import_from is None and not store.is_file():
-        raise OffbeatError(f"{store}: there is no such trial store")
+        raise OffbeatError(f"{store}: no such trial store")
     with TrialStore(store) as kept:
         if import_from is not None:
             print_facts({"imported": kept.import_folder(import_from)}, as_json)
@@ -129,7 +129,7 @@ def trials(
             if rows or as_json:
                 print_rows(rows, as_json)
             else:
-                say(f"{store} holds no trial yet")
+                say(f"{store} has no trials yet")
 
 
 def summarise(result: "TuneResult", output: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""YAML, JSON or a preset's name → ClusterSpec: nodes, devices, links and measured collectives."""
+"""Clusters: nodes, devices, links and measured collectives, from YAML, JSON or a preset's name."""
 
 from offbeat.cluster.devices import DeviceKind, find_device
 from offbeat.cluster.parts import Collective, CollectiveTable, Link, Node

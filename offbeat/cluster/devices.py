@@ -1,4 +1,4 @@
-"""A device's name → what its vendor says it can do.
+"""The device catalogue: vendors' specifications by device name.
 
 Figures are peaks of one device. Memory is the nominal capacity, before what the driver and ECC keep. `intra_bandwidth`
 is bytes per second in one direction between two devices of a node: half of NVLink's advertised total, or one direction

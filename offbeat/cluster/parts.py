@@ -1,4 +1,4 @@
-"""The parts of a cluster: Node (a machine), Link (a path unlike the others), CollectiveTable (measured collectives).
+"""The parts of a cluster: Node (a machine), Link (a path that differs), CollectiveTable (measured collectives).
 
 Sizes are bytes, rates bytes or FLOP per second, times seconds. A file may write any of them with a unit.
 """
@@ -38,7 +38,7 @@ _LONGEST_LABEL = 200
 
 
 def _quantity(parse: Callable[[Any, str], float], *, zero: bool, example: str) -> tuple[Any, Any]:
-    """Accepts a plain number or a text with a unit, and tells JSON Schema so."""
+    """Accepts a plain number or a text with a unit, also in the JSON Schema."""
 
     def checked(value: Any) -> float:
         number = parse(value, "")
@@ -72,9 +72,9 @@ Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Rank = Annotated[int, Field(strict=True, ge=0)]
 Label = Annotated[str, AfterValidator(_label)]
-"""A name people read: printable and not blank."""
+"""A readable name: printable and not blank."""
 NodeName = Annotated[str, AfterValidator(lambda name: _label(name) if name else name)]
-"""A label, or '' for a node that is named by its position."""
+"""A label, or '' for a node named by its position."""
 
 
 class _Part(BaseModel):
@@ -90,7 +90,7 @@ class Node(_Part):
     name: NodeName = ""
     """Unique in the cluster; a node without a name is called node0, node1, … by its position."""
     address: Label | None = None
-    """Host name or IP address, where the node is a real one."""
+    """Host name or IP address of a real node."""
     device: Label = "generic"
     """Kind of its devices, such as 'T4'."""
     devices: Count = 1
@@ -111,7 +111,7 @@ class Node(_Part):
     intra_latency: Latency = PCIE_LATENCY
     """Seconds for the first byte of a message between two devices of the node."""
     single_flow_bandwidth: Bandwidth | None = None
-    """Bytes per second that one connection to another node can reach, where that is less than the interface."""
+    """Maximum bytes per second of one connection to another node, if less than the interface's."""
     price_per_hour: Price | None = None
     """Dollars per hour of the whole node."""
     count: Count | None = None
@@ -120,7 +120,7 @@ class Node(_Part):
     @model_validator(mode="before")
     @classmethod
     def _from_catalogue(cls, values: Any) -> Any:
-        """Fills in what the device catalogue knows and the values leave out."""
+        """Fills in missing values from the device catalogue."""
         device = values.get("device") if isinstance(values, dict) else None
         kind = find_device(device) if isinstance(device, str) else None
         if kind is None:
@@ -141,21 +141,21 @@ class Node(_Part):
         return self.model_copy(update={"name": name, "count": None})
 
     def listed(self) -> list["Node"]:
-        """The nodes that it stands for, one by one."""
+        """The nodes that this entry stands for, one by one."""
         if self.count is None:
             return [self]
         return [self.named(f"{self.name}-{index}" if self.name else "") for index in range(self.count)]
 
 
 class Link(_Part):
-    """The path between two nodes, both ways, where it is not what their network interfaces give."""
+    """The path between two nodes, in both directions, if it differs from their network interfaces."""
 
     a: Label
     b: Label
     bandwidth: Bandwidth | None = None
-    """Bytes per second in each direction; None keeps what the interfaces give."""
+    """Bytes per second in each direction; None keeps the interfaces' bandwidth."""
     latency: Latency | None = None
-    """Seconds; None keeps what the nodes say."""
+    """Seconds; None keeps the nodes' latency."""
 
     @field_validator("b")
     @classmethod
@@ -231,7 +231,7 @@ def canonical_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
 
 def check_links(links: tuple[Link, ...], nodes: tuple[Node, ...]) -> None:
-    """Refuses a link to a node that is not there, and two links between the same nodes."""
+    """Rejects a link to an unknown node, and two links between the same nodes."""
     known = {node.name for node in nodes}
     pairs: set[frozenset[str]] = set()
     for index, link in enumerate(links):
@@ -244,7 +244,7 @@ def check_links(links: tuple[Link, ...], nodes: tuple[Node, ...]) -> None:
 
 
 def check_tables(tables: tuple[CollectiveTable, ...], nodes: tuple[Node, ...]) -> None:
-    """Refuses a table of ranks that are not there, and two tables of the same groups."""
+    """Rejects a table of unknown ranks, and two tables of the same groups."""
     last = sum(node.devices for node in nodes) - 1
     measured: set[tuple[str, Groups]] = set()
     for index, table in enumerate(tables):

@@ -1,4 +1,4 @@
-"""A preset's name → its nodes.
+"""The nodes of each cluster preset.
 
 Clusters of the papers: A1, A2 and B1 to B12 of AutoSync (supplement, Table 2), the testbeds of PACE, dPRO (section 7.1)
 and TensorOpt (section 5); and common ones of today. Bandwidths are the papers'. The papers trained in single precision,
@@ -93,7 +93,7 @@ def nodes_of(name: str, nodes: int | None = None) -> tuple[str, tuple[Node, ...]
     known = {listed.lower(): listed for listed in PRESETS}
     listed = known.get(name.lower()) if isinstance(name, str) else None
     if listed is None:
-        raise OffbeatError(f"there is no cluster preset {units.quote(name)}; the presets are {', '.join(PRESETS)}")
+        raise OffbeatError(f"unknown cluster preset {units.quote(name)}; known: {', '.join(PRESETS)}")
     parts = PRESETS[listed]
     if nodes is not None:
         check_node_count(nodes)

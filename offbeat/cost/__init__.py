@@ -1,1 +1,1 @@
-"""Task → seconds; plan → bytes."""
+"""Seconds of tasks and bytes of plans."""

@@ -1,4 +1,4 @@
-"""Plan → seconds and features, by AutoSync's predefined model (its supplement, sections 1 to 3).
+"""AutoSync's predefined cost model: seconds and features of a plan (its supplement, sections 1 to 3).
 
     T = max(T_comp, T_sync)                                         (Eq. 1)  `compute_seconds`, `sync_seconds`
     T_PS(v) = Σ_k I_d(j,k) r_k c(m)/b_jk  +  φ Σ_k I_d(j,k) r_k  +  δ             (Eq. 2)  `_server_features`
@@ -29,14 +29,14 @@ from offbeat.strategy.model import SERVERS
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the model multiplies its counts with."""
+    """The coefficients of the model's counts."""
 
     phi_seconds: float = 50e-6
     """φ, the network overhead of one participant: by default the latency of ordinary Ethernet."""
     delta_seconds: float = 20e-6
     """δ, launch and copy of one message: by default that of a few GPU kernels."""
     transfer_scale: float = 1.0
-    """Measured over nominal transfer time: above 1 where links do not reach their bandwidth."""
+    """Measured over nominal transfer time: above 1 if links do not reach their bandwidth."""
 
 
 class MessageFeatures(NamedTuple):

@@ -1,5 +1,4 @@
-"""Task → seconds on the network, from what a job or a calibration measured, else from the cluster's tables and links;
-plan → seconds of its updates.
+"""Seconds of a task on the network, from measurements or else the cluster's tables and links; seconds of updates.
 
 A collective takes the link for `overhead + seconds_per_byte * bytes`; its result is there `latency` later, while the
 next one may already be on the wire. With one collective at a time the two constants add up to the latency of PACE's
@@ -22,28 +21,28 @@ from offbeat.plan import Plan, Task
 from offbeat.strategy import Encoder
 
 SERVED = ("reduce", "broadcast")
-"""What servers use: gradients come, parameters go."""
+"""Collectives of servers: gradients come, parameters go."""
 ROOTED = (*SERVED, "gather", "relay")
 """Collectives to or from one rank."""
 OVERLAPPED_SHARE = 0.5
-"""Part of a collective's constant cost that a second one in flight hides, where no job has been measured."""
+"""Share of a collective's constant cost that a second one in flight hides, if no job has been measured."""
 CALIBRATED_IN_FLIGHT = 2
-"""Collectives under way while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
+"""Collectives in flight while the overhead of a row was measured (`offbeat.profile.calibrate`)."""
 
 ENCODING_PASSES = {"fp16": 2, "bf16": 2, "randomk": 6, "sign": 8, "int8": 8, "topk": 16, "powersgd": 12}
-"""How often an encoder reads or writes a gradient, about, beside what it decodes; for what was not measured."""
+"""Approximate number of times an encoder reads or writes a gradient, without decoding; used if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """What one collective costs, as a function of the bytes each participant puts in."""
+    """The cost of one collective as a function of the bytes each participant contributes."""
 
     overhead_seconds: float
     latency_seconds: float
     seconds_per_byte: float
 
     def occupied(self, wire_bytes: float) -> float:
-        """Seconds for which the link is taken."""
+        """Seconds for which the link is occupied."""
         return self.overhead_seconds + self.seconds_per_byte * wire_bytes
 
     def on_links(self, bandwidth: float, latency: float) -> "CollectiveFit":
@@ -61,18 +60,18 @@ class CollectiveFit:
 
 @dataclass(frozen=True)
 class Costs:
-    """What replay must know beside a plan. Times are seconds; everything has a default that needs no measurement."""
+    """The costs that replay needs in addition to a plan. Times are seconds; every default needs no measurement."""
 
     collectives: Mapping[tuple[str, int], CollectiveFit] = field(default_factory=dict)
     """By kind and number of participants."""
     within: Mapping[tuple[str, int], CollectiveFit] = field(default_factory=dict)
-    """The same for participants that share one of several nodes; `collectives` are then of those that do not."""
+    """The same for participants that share one of several nodes; `collectives` then cover those that do not."""
     update_call_seconds: float = 0.0
     """Fixed cost of one optimizer call."""
     update_seconds_per_byte: float | None = None
     """Of a variable's bytes; None takes the plan's own estimate."""
     encoding_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """What encoding and decoding take for each byte of a gradient, by the encoder's name, where it was measured."""
+    """Encoding and decoding time per byte of a gradient, by the encoder's name, if measured."""
     gap_seconds: float = 0.0
     """Between the end of a step and the next forward: loading data, clearing gradients."""
     straight: StrictBool = False
@@ -82,7 +81,7 @@ class Costs:
     """A message's update is applied slice by slice, as slices arrive, where its variables and the optimizer allow it.
     Else it is applied at once when the last one is there."""
     interference: float = 0.0
-    """By how much computing slows down while the link is busy: 0.2 means a second takes 1.2."""
+    """Slowdown of compute while the link is busy: 0.2 means that a second takes 1.2."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
     """Factor on the compute of single ranks, for stragglers."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -92,7 +91,7 @@ class Costs:
     """More for each collective."""
 
     def fit(self, task: Task, cluster: ClusterSpec) -> CollectiveFit | None:
-        """What was measured of such a collective among ranks that share a node, or that do not, as these."""
+        """The fit of such a collective among ranks that share a node, or that do not, like these."""
         local = len(cluster.nodes) > 1 and cluster.one_node(task.ranks)
         return (self.within if local else self.collectives).get((task.kind, len(task.ranks)))
 
@@ -118,12 +117,12 @@ class Costs:
         return (taken - hidden) * factor + more, hidden, overhead
 
     def goes_straight(self, task: Task) -> bool:
-        """Whether ranks' links are taken for different times, each in one direction (`straight_seconds`)."""
+        """Whether links are occupied for different times, each in one direction (`straight_seconds`)."""
         straight = task.kind == "relay" or (self.straight and task.kind in SERVED)
         return straight and len(task.ranks) > 1
 
     def straight_seconds(self, task: Task, rank: int, links: Collectives, in_flight: int = 2) -> tuple[float, float]:
-        """(seconds before the first byte, seconds for which a participant's link is taken) where tasks go straight."""
+        """(seconds before the first byte, seconds a participant's link is occupied) if tasks go straight."""
         factor, more = self.slowdown(task.kind, in_flight)
         fit = self.fit(task, links.cluster)
         assert task.root is not None
@@ -135,7 +134,7 @@ class Costs:
         return fit.overhead_seconds + fit.latency_seconds + more, taken
 
     def slowdown(self, kind: str, in_flight: int) -> tuple[float, float]:
-        """(factor on the time of such a collective, seconds more for each): nothing unless trials said so."""
+        """(factor on the time of such a collective, additional seconds for each); neutral without trials."""
         factor = self.factors.get("rooted" if kind in ROOTED else "ring", 1.0)
         if in_flight > 1:
             factor *= self.factors.get("shared", 1.0)
@@ -160,7 +159,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, raw: Any, origin: str = "costs") -> "Costs":
-        """Reads what `to_dict` made; anything else is one sentence that names the field."""
+        """Reads the result of `to_dict`; errors are one sentence that names the field."""
         with problems_named(f"{origin}: not a costs file"):
             fits: dict[str, Any] = {
                 level: {
@@ -199,8 +198,8 @@ def in_a_row(
 
     `taken` are their seconds among equals and `overhead` the part without bytes, in which the backend's threads wake
     and the ranks learn that the others are there. That begins when one of the `in_flight` before has ended, and delays
-    the wire only as far as it outlasts what the others have there. Where two small ones are under way and one ends
-    every `overhead`, each one takes twice as long. `beside` says how many of those before each may be under way with
+    the wire only as far as it outlasts what the others have there. Where two small ones are in flight and one ends
+    every `overhead`, each one takes twice as long. `beside` says how many of those before each may be in flight with
     it, where they are fewer.
     """
     if in_flight < 2:
@@ -215,7 +214,7 @@ def in_a_row(
 
 def network_seconds(plan: Plan, costs: Costs) -> float:
     """The least seconds per step for which the busiest rank's link is taken: it waits for nothing else, and overheads
-    are hidden behind the bytes of other messages where several may be under way."""
+    are hidden behind the bytes of other messages where several may be in flight."""
     busy: dict[tuple[int, bool], float] = defaultdict(float)
     """By rank and direction."""
     everyone = 0.0

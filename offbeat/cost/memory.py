@@ -1,4 +1,4 @@
-"""Plan + rank → MemoryEstimate: the bytes of each kind of tensor at the moment the rank holds most.
+"""Estimate the peak memory of a rank: the bytes of each kind of tensor at the peak.
 
 The estimate replays the operators in the order of the plan's segments, as dPRO estimates peak memory from its dataflow
 graph (section 5, table 3). A result is allocated when its operator runs and freed after its last reader; of a forward
@@ -32,7 +32,7 @@ from offbeat.plan.model import Message, Plan
 Runtime = Literal["offbeat", "torch"]
 
 SCALAR_BYTES = 4
-"""The step counter that Adam and its kin keep for each variable."""
+"""The step counter that Adam and similar optimizers keep for each variable."""
 COUNTING = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD", "Adagrad", "Rprop", "RMSprop", "Adadelta")
 SINGLE_TEMPORARIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 2, "Adadelta": 2}
 """Tensors of a variable's size that torch's single-tensor update holds at once (its default on CPUs): the square root
@@ -52,12 +52,12 @@ class MemoryEstimate:
     weights: int
     """Variables, frozen parameters and buffers, and copies of them that the runtime sends from."""
     gradients: int
-    """Gradients that autograd made, and the flat buffers they travel in."""
+    """Gradients made by autograd, and the flat buffers in which they are sent."""
     optimizer_state: int
     activations: int
     """Results of operators: kept for backward, or passed on to the next operator."""
     communication: int
-    """Encoded payloads, what other ranks sent, residuals, messages that are still under way."""
+    """Encoded payloads, received data, residuals, messages still in flight."""
     inputs: int
     """The whole batch, data and labels."""
     workspace: int
@@ -99,7 +99,7 @@ Bytes = Counter[str]
 
 
 def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
-    """What is allocated whichever operator runs, and what the optimizer's step adds to it."""
+    """Memory allocated whichever operator runs, and the additional memory of the optimizer's step."""
     graph, device = plan.graph, plan.cluster.device_of(rank).device
     library = HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
     held = Counter(
@@ -123,7 +123,7 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
 
 
 def _add_parts(held: Bytes, at_step: Bytes, plan: Plan, rank: int) -> None:
-    """A rank's own parts of fully sharded variables: their values, gradients and state."""
+    """A rank's own shards of fully sharded variables: values, gradients and state."""
     sizes = [variable.bytes for variable in plan.graph.gradient_order]
     frozen = sum(constant.bytes for constant in plan.graph.constants if constant.kind == "frozen")
     whole = sum(variable.bytes for variable in plan.graph.variables) + frozen
@@ -191,7 +191,7 @@ def gradient_bytes(variable: Variable) -> int:
 
 
 def _message_buffers(message: Message, ranks: int) -> tuple[int, int]:
-    """(bytes that persist, bytes while the message is under way) beside its flat buffer."""
+    """(bytes that persist, bytes while the message is in flight), in addition to its flat buffer."""
     persistent = message.bytes if message.encoder.feedback else 0
     persistent += message.bytes * (message.staleness + 1 if message.staleness else 0)
     under_way = 0

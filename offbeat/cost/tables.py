@@ -1,4 +1,4 @@
-"""A collective, its ranks and its bytes → seconds: from the cluster's measured tables, else from its links.
+"""Seconds of a collective from the cluster's measured tables, otherwise from its links.
 
 TensorOpt (section 3.2) measures each collective under each device partitioning at sizes 2^i and interpolates the
 *bandwidth* between two sizes, because latency rules small messages and groups contend for links (`interpolate`). Where
@@ -114,7 +114,7 @@ def closed_form(kind: str, ranks: tuple[int, ...], cluster: ClusterSpec, root: i
         here, there = ranks[0], ranks[-1]
         return LinkFit(cluster.latency(here, there), 1.0 / cluster.bandwidth(here, there))
     if kind not in ROUNDS:
-        raise OffbeatError(f"no collective is called {kind!r}; there are {', '.join(ROUNDS)} and send")
+        raise OffbeatError(f"unknown collective {kind!r}; known: {', '.join(ROUNDS)}, send")
     latency = latency_steps(kind, len(ranks)) * cluster.ring_latency(ranks)
     if kind == "gather" and root is not None:
         if root not in ranks:

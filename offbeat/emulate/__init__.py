@@ -1,4 +1,4 @@
-"""Hosts + bandwidth → a cluster on one machine: network namespaces and shaped links."""
+"""Emulate a cluster on one machine with network namespaces and shaped links."""
 
 from offbeat.emulate.emulation import Emulation, Host, RankError
 

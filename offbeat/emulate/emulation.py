@@ -1,4 +1,4 @@
-"""Number of hosts + bandwidth → an emulated cluster on this machine, in which programs run as one process per rank.
+"""An emulated cluster on this machine, which runs programs with one process per rank.
 
 Each host is a network namespace with a name and an address of its own, joined to a switch by a link of the given
 bandwidth in each direction. Without the right to make namespaces the ranks share this machine's loopback, unshaped.
@@ -58,13 +58,13 @@ _NCCL_BYTES_PER_SECOND = 1.5e9
 _NCCL_MESSAGE_SECONDS = 35e-6
 _ANSWER = "from offbeat.emulate.emulation import answer_call; answer_call()"
 _QUEUES = 64
-"""Of an H200's for all processes that share it."""
+"""Share of an H200 available to all processes that share it."""
 _MARK = "OFFBEAT_EMULATION"
-"""Variable in the environment of every rank, and of what it starts, by which the keeper finds them."""
+"""Environment variable of every rank and its children, by which the keeper finds them."""
 
 
 class RankError(EmulationError):
-    """A rank failed or time ran out; `results` says how every rank ended."""
+    """A rank failed or timed out; `results` says how every rank ended."""
 
     def __init__(self, message: str, results: list[RankEnd]) -> None:
         super().__init__(message)
@@ -86,9 +86,9 @@ class Host:
 class Emulation:
     """A cluster that exists inside a `with` block.
 
-    `hosts` is their number, or a list with the bandwidth of each; the bandwidth None means unlimited. `latency` is one
-    way between two hosts and needs a kernel with netem. `kind` says what this machine allowed. With `gpu` all ranks
-    share this machine's GPU as their device 0.
+    `hosts` is the number of hosts, or a list with the bandwidth of each; None means unlimited bandwidth. `latency` is
+    one-way between two hosts and needs a kernel with netem. `kind` is the kind of emulation that this machine supports.
+    With `gpu` all ranks share this machine's GPU as device 0.
     """
 
     @checked
@@ -113,7 +113,7 @@ class Emulation:
         self._gpu: Gpu | None = None
         self._gpu_environment: dict[str, str] = {}
         self._gpu_suspect = False
-        """Whether a rank has failed since the service that shares the GPU was started."""
+        """Whether a rank has failed since the GPU sharing service was started."""
         self._keeper: KeeperProcess | None = None
         self._mark = secrets.token_hex(8)
         self._ports = 0
@@ -125,7 +125,7 @@ class Emulation:
         if self._keeper is not None:
             raise EmulationError("hosts: this emulated cluster is already running")
         if sys.platform != "linux":
-            raise EmulationError(f"hosts: an emulated cluster needs Linux, and this is {sys.platform}")
+            raise EmulationError(f"hosts: an emulated cluster needs Linux, not {sys.platform}")
         if self._wants_gpu:
             find_control()
             self._gpu = find_gpu()
@@ -139,7 +139,7 @@ class Emulation:
         return self
 
     def _build_any(self) -> None:
-        """Builds the cluster in the first way that this machine allows."""
+        """Builds the cluster in the first way that this machine supports."""
         refusals: list[str] = []
         for kind in get_args(Kind)[:-1]:
             try:
@@ -169,13 +169,13 @@ class Emulation:
             keeper.end()
 
     def gpu_answers(self) -> bool:
-        """Whether the service through which the ranks share the GPU still works."""
+        """Whether the GPU sharing service still works."""
         return bool(self._ask_gpu("check")["answers"])
 
     def restart_gpu(self) -> None:
-        """Ends that service and all ranks on it, and starts it anew; `run` does so after a run in which a rank failed.
+        """Restarts that service, which ends all ranks on it; `run` does so after a run in which a rank failed.
 
-        A rank that dies with kernels in flight may leave it in a state in which nobody's kernels end.
+        A rank that dies with kernels in flight may leave it in a state in which no kernel ends.
         """
         self._gpu_environment = self._ask_gpu("restart")["environment"]
         self._gpu_suspect = False
@@ -190,7 +190,7 @@ class Emulation:
         return "lo" if self.kind == "loopback" else "eth0"
 
     def set_bandwidth(self, host_index: int, bandwidth: Bandwidth) -> None:
-        """Changes a host's link at once, also while ranks run; None lifts the limit."""
+        """Changes a host's link at once, even while ranks run; None removes the limit."""
         (keeper, host), rate = self._running(host_index), _rate(bandwidth)
         if self.kind == "loopback":
             warnings.warn("bandwidth: nothing was changed, because this emulation runs on plain loopback", stacklevel=2)
@@ -296,13 +296,13 @@ class Emulation:
             raise RankError(f"rank {failure.rank} on host{host} {how}{said}", ends)
         late = [str(end.rank) for end in ends if end.outcome == "timed out"]
         if late:
-            raise RankError(f"timeout: after {timeout:g} s these ranks still ran: {', '.join(late)}", ends)
+            raise RankError(f"timeout: ranks still running after {timeout:g} s: {', '.join(late)}", ends)
         return ends
 
     def run_function(self, function: str | Callable[..., Any], *args: Any, timeout: float | None) -> list[Any]:
-        """Calls a function of a module ('package.module:name', or the function) on every rank; its values, by rank.
+        """Calls a function of a module ('package.module:name', or the function) on every rank; returns values by rank.
 
-        Arguments and values travel as JSON, so tuples arrive as lists.
+        Arguments and values are sent as JSON, so tuples arrive as lists.
         """
         target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
         module, _, name = target.partition(":")
@@ -352,7 +352,7 @@ class Emulation:
     def _ask_gpu(self, wanted: str) -> dict[str, Any]:
         keeper, _ = self._running(0)
         if self._gpu is None:
-            raise EmulationError("gpu: this emulated cluster was made without one")
+            raise EmulationError("gpu: this emulated cluster was created without one")
         return keeper.ask(gpu=wanted)
 
     def _build(self, kind: Kind) -> None:

@@ -1,4 +1,4 @@
-"""One GPU → shared by the hosts of an emulated cluster, through NVIDIA's Multi-Process Service (MPS).
+"""Share one GPU among the hosts of an emulated cluster through NVIDIA's Multi-Process Service (MPS).
 
 Without MPS the kernels of several processes take turns on a GPU, and every small collective waits for its turn. The
 control daemon belongs to the keeper of the emulation (`offbeat.emulate.keeper`) and ends with it.
@@ -41,7 +41,7 @@ def find_gpu() -> Gpu:
     """The GPU that CUDA_VISIBLE_DEVICES names first, by default this machine's first; EmulationError without any."""
     program = _program(_QUERY)
     if program is None:
-        raise EmulationError(f"gpu: this machine has no GPU of NVIDIA's, or lacks its program {_QUERY}")
+        raise EmulationError(f"gpu: this machine has no NVIDIA GPU, or lacks the program {_QUERY}")
     asked = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", f"--id={_first_device()}"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
@@ -58,12 +58,12 @@ def find_control() -> str:
     """The path of MPS's control program; EmulationError where it is missing."""
     program = _program(CONTROL)
     if program is None:
-        raise EmulationError(f"gpu: hosts share a GPU through MPS, and this machine lacks its program {CONTROL}")
+        raise EmulationError(f"gpu: hosts share a GPU through MPS, but this machine lacks the program {CONTROL}")
     return program
 
 
 class Mps:
-    """The control daemon of one emulation, which lives in a folder of its own."""
+    """The control daemon of one emulation, in its own folder."""
 
     def __init__(self) -> None:
         self.program = find_control()

@@ -1,6 +1,6 @@
-"""Requests on standard input → the namespaces and links of one emulated cluster, for as long as its owner lives.
+"""The keeper process, which owns the namespaces and links of one emulated cluster while its parent lives.
 
-The keeper is a process of its own (`KeeperProcess` starts it), so that nothing is left behind when its owner dies. It
+The keeper is a separate process (`KeeperProcess` starts it), so that nothing is left behind when its owner dies. It
 lives in the switch's network namespace, and every host's namespaces are held by a child that only sleeps and dies with
 it. The keeper ends with its owner: it watches the owner's process (which, unlike PR_SET_PDEATHSIG, does not mistake the
 end of one of its threads for the end of it) and its own input. On the way out it kills all processes in the hosts'

@@ -1,4 +1,4 @@
-"""Processes in network namespaces + one bandwidth per host → a switch with a shaped link to every host.
+"""Connect every host to a switch by a link of limited bandwidth.
 
 The switch is a bridge in the calling process's own network namespace; each host gets one end of a veth pair. Both ends
 are shaped by a token bucket, so that sending and receiving are limited separately, as on a full-duplex link. Everything

@@ -1,4 +1,4 @@
-"""Linux calls that Python 3.11 lacks → functions that raise OSError.
+"""Linux system calls that Python 3.11 lacks; failures raise OSError.
 
 As a program, `python -I -S linux.py PID NAMESPACES PROGRAM…`, it starts a rank's program inside its host (`enter`). It
 imports nothing of Offbeat and little else, so that a rank starts in milliseconds.

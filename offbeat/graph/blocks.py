@@ -1,4 +1,4 @@
-"""ModelGraph → blocks: disjoint modules of moderate size, about which decisions are made as a whole."""
+"""Divide a ModelGraph into blocks: disjoint modules of moderate size that decisions treat as a whole."""
 
 from collections import Counter, defaultdict
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""nn.Module + example batch → ModelGraph, by whichever way of tracing the model allows."""
+"""Capture a model and an example batch as a ModelGraph, with the best tracing method the model allows."""
 
 import warnings
 from collections.abc import Callable
@@ -31,23 +31,23 @@ def capture(
     optimizer: "torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None" = None,
     name: str | None = None,
 ) -> ModelGraph:
-    """The operators and variables of one training step of `model`, which is left exactly as it was.
+    """Captures the operators and variables of one training step of `model`, which is left unchanged.
 
     The step is traced on fake tensors: nothing is computed and no weight is allocated, so the model may live on the
     meta device. A model that cannot be traced (one that branches on values) is run once for real instead; the graph
-    then has one operator per module and a warning says why.
+    then has one operator per module, and a warning gives the reason.
 
     Args:
         model: in the mode (`train()` or `eval()`) it is to be trained in.
         example_inputs: one replica's batch: a tensor, a tuple or list of positional arguments, or a dict of keyword
-            arguments. Real, meta and fake tensors will do.
+            arguments. Real, meta and fake tensors all work.
         loss_fn: called as `loss_fn(output)`. If it requires two arguments, the last of `example_inputs` is its target
             and not the model's: `capture(model, (x, y), loss_fn=f)` then calls `f(model(x), y)`. Without it the loss is
             the model's output if that is a scalar tensor, its `loss` entry or attribute if there is one, or a tuple's
             first floating-point element if that is a scalar; otherwise the sum of all floating-point outputs that
             require grad.
-        optimizer: what the step ends with: an optimizer, its class or its name. None is plain SGD. One that torch does
-            not have counts the state it holds already, or 2 tensors per variable if it holds none.
+        optimizer: what the step ends with: an optimizer, its class or its name. None is plain SGD. A custom
+            optimizer counts the state it already holds, or 2 tensors per variable if it holds none.
         name: of the graph; the model's class if not given.
 
     Raises:
@@ -133,7 +133,7 @@ def _trace(step: "Step") -> tuple[tuple[Operator, ...], tuple[Variable, ...], Li
     tensors = [*step.model.parameters(), *step.model.buffers(), *step.input_tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError(
-            f"model {name} cannot be traced ({reason}), and it cannot be run instead because its tensors are fake or "
+            f"model {name} cannot be traced ({reason}), and cannot be run instead because its tensors are fake or "
             "on the meta device"
         )
     try:

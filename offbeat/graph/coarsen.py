@@ -1,4 +1,4 @@
-"""ModelGraph → segments: runs of operators between two points where a variable matters.
+"""Merge operators into segments between points where a variable is used or completed.
 
 Communication can only wait for, or be waited for by, a step's use of a variable. Operators between two such points
 always run back to back, so the plan, the runtime and the replay work with whole segments (the Coarsened View of

@@ -1,4 +1,4 @@
-"""One training step → coarser ModelGraph, from running it once on real tensors.
+"""Capture a coarser ModelGraph by running one training step on real tensors.
 
 For models whose forward cannot be traced, such as those that branch on values. Consecutive tensor operators that run
 for the same module become one operator, so a leaf module gives one forward and one backward operator; what a module

@@ -1,4 +1,4 @@
-"""One training step → ModelGraph with every operator, from the joint forward and backward graph.
+"""Capture a ModelGraph with every operator, from the joint forward and backward graph.
 
 The step is traced on fake tensors, so the model is not run and no weight is allocated. Which operator reads which
 variable, which storage backward reads and which operator completes a gradient are all found by walking the traced graph

@@ -1,4 +1,4 @@
-"""An operator call and its tensors → its kind, FLOP and bytes moved.
+"""The kind, FLOP and bytes moved of an operator call.
 
 The tensors may be fake: only shapes, strides and element types are read. FLOP of matrix products, convolutions and
 attention come from torch's own formulas (a multiply-add is two); of element-wise operators it is one per element

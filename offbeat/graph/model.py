@@ -130,12 +130,12 @@ class Constant(_Sized):
 
 
 Way = Literal["eager", "compiled", "recomputed", "bf16", "compiled bf16"]
-"""How a block is computed: as it is, by torch.compile, with its forward repeated in backward, under autocast."""
+"""How a block is computed: plain, by torch.compile, with its forward repeated in backward, under autocast."""
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """What modules that run one after another take on one device, measured."""
+    """Measured times of consecutive modules on one device."""
 
     modules: tuple[str, ...]
     """Their paths, in the order in which they run."""
@@ -145,7 +145,7 @@ class BlockTimes:
     def __post_init__(self) -> None:
         known = all(0 <= seconds < math.inf for pair in self.seconds.values() for seconds in pair)
         if "eager" not in self.seconds or not known:
-            raise OffbeatError(f"block {quote(' '.join(self.modules))} has no seconds that can be compared")
+            raise OffbeatError(f"block {quote(' '.join(self.modules))} has no comparable seconds")
 
     def factor(self, way: Way, phase: Phase) -> float:
         """By how much a phase takes longer that way; 1 where that was not measured."""
@@ -154,7 +154,7 @@ class BlockTimes:
         return after / before if before else 1.0
 
     def recomputing(self) -> float | None:
-        """What recomputing adds to a step, as a share of the forward; None where it was not measured."""
+        """The cost of recomputation as a share of the forward; None if not measured."""
         if "recomputed" not in self.seconds or not self.seconds["eager"][0]:
             return None
         return max(0.0, sum(self.seconds["recomputed"]) - sum(self.seconds["eager"])) / self.seconds["eager"][0]
@@ -166,7 +166,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """What capture saw of one training step."""
+    """The captured operators and variables of one training step."""
 
     name: str
     operators: tuple[Operator, ...]
@@ -182,7 +182,7 @@ class ModelGraph:
     """Forward and backward passes of a step in which the training loop accumulates gradients. The operators are those
     of one pass; only the last pass synchronises, and one update follows it."""
     blocks: tuple[BlockTimes, ...] = ()
-    """What blocks of the model take if they are computed otherwise, where that was measured."""
+    """Measured times of the model's blocks when computed differently."""
     format: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -248,7 +248,7 @@ class ModelGraph:
     @cached_property
     def variable_edges(self) -> tuple[tuple[str, str], ...]:
         """The forward dataflow between variables: one is read by an operator, the other by the same operator or by the
-        next one on some path that reads any."""
+        next reading operator on some path."""
         edges: dict[tuple[str, str], None] = {}
         reached: dict[str, frozenset[str]] = {}
         """By operator, the variables whose operators were passed last on the ways to it."""
@@ -283,7 +283,7 @@ class ModelGraph:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for graphs of the same step, whether profiled or not and whatever they are called."""
+        """Equal for graphs of the same step, profiled or not and whatever their name."""
         content = asdict(self)
         content.pop("name")
         content.pop("blocks")
@@ -296,7 +296,7 @@ class ModelGraph:
 
     @cached_property
     def signature(self) -> str:
-        """Equal for graphs with the same variables, whatever their batch and order: what a strategy is made for."""
+        """Equal for graphs with the same variables, whatever their batch and order; a strategy is made for one."""
         return files.digest(sorted((v.name, v.shape, v.dtype, v.sparse) for v in self.variables))
 
     def with_seconds(self, seconds: dict[str, float]) -> "ModelGraph":
@@ -305,10 +305,10 @@ class ModelGraph:
         return replace(self, operators=tuple(timed))
 
     def with_blocks(self, blocks: Iterable[BlockTimes]) -> "ModelGraph":
-        """The same graph with what blocks were measured to take.
+        """The same graph with the measured times of blocks.
 
-        Operators of a block that were not measured themselves share its seconds by what they compute and move, and
-        those outside of all blocks are taken to be as fast.
+        Unmeasured operators of a block share its seconds in proportion to what they compute and move; those outside
+        all blocks are assumed to be as fast.
         """
         measured, found = tuple(blocks), dict[str, float]()
         for place, phase in enumerate[Phase](("forward", "backward")):
@@ -348,7 +348,7 @@ class ModelGraph:
         return graph
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes JSON, whole or not at all."""
+        """Writes JSON atomically."""
         files.write_atomic(path, self.to_json(), "model graph")
 
     @classmethod

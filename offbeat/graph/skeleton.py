@@ -1,4 +1,4 @@
-"""nn.Module alone → ModelGraph without work: its variables, in the order in which modules are registered.
+"""Build a ModelGraph without work from a model alone: its variables, in registration order.
 
 Enough to synchronise a model whose inputs are not known yet. What it lacks (operators, times, the true order of uses)
 the runtime measures in the first steps.

@@ -1,4 +1,4 @@
-"""A model, example inputs and a loss function → one training step that runs on stand-ins for the model's tensors.
+"""Build one training step that runs on stand-ins for the model's tensors.
 
 Both ways of capturing run the user's forward on other tensors than the model's own (fakes, or leaves that share the
 weights' memory), so that whatever forward does to them, the model is afterwards what it was.
@@ -217,7 +217,7 @@ def _required_parameters(function: Callable[..., Any]) -> int:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
     if required > 2:
-        raise CaptureError(f"loss_fn must take (output) or (output, target), but it requires {required} arguments")
+        raise CaptureError(f"loss_fn must take (output) or (output, target), not {required} arguments")
     return max(required, 1)
 
 

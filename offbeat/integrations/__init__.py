@@ -1,4 +1,4 @@
-"""Other training frameworks → Offbeat's runtime, or Offbeat's choices, inside their loops.
+"""Use Offbeat's runtime, or its choices, inside other training frameworks.
 
 `accelerate`, `huggingface`, `lightning`: the framework's own loop trains on Offbeat's engine. `ddp`: torch's
 DistributedDataParallel stays and takes over a strategy's buckets and encoders. Offbeat itself needs none of the

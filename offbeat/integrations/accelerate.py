@@ -1,4 +1,4 @@
-"""An Accelerator, a model and an optimizer → what `accelerator.prepare` returns, with Offbeat in place of DDP.
+"""Replace `accelerator.prepare` by one that uses Offbeat instead of DDP.
 
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, strategy="overlap")
 
@@ -40,7 +40,7 @@ def prepare(
 def adopt(
     accelerator: Any, model: torch.nn.Module, optimizer: Optimizer, strategy: Wanted = "auto", **options: Any
 ) -> torch.nn.Module:
-    """Distributes the model and tells the accelerator that it is prepared, mixed precision included."""
+    """Distributes the model and marks it as prepared for the accelerator, including mixed precision."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in _KINDS:
         raise OffbeatError(f"accelerator: distributed_type {kind!r} has its own engine; Offbeat takes {_KINDS}")

@@ -1,4 +1,4 @@
-"""A strategy → torch's DistributedDataParallel with its buckets and encoders, for jobs that keep DDP.
+"""Give torch's DistributedDataParallel a strategy's buckets and encoders, for jobs that keep DDP.
 
     model = DistributedDataParallel(model, **ddp_kwargs("strategy.json", model))
     add_encoders(model, "strategy.json")
@@ -37,9 +37,9 @@ def ddp_kwargs(
 ) -> dict[str, Any]:
     """Keywords for DistributedDataParallel that give it the strategy's buckets.
 
-    `graph` is a captured or measured step of the model; without one gradients are taken to be ready in the opposite
-    order of registration, as DDP itself assumes. Where torch has no `bucket_cap_mb_list`, or the model has several
-    dtypes (each of which would start the list again), all buckets get the strategy's median size.
+    `graph` is a captured or measured step of the model; without one, gradients are assumed to be ready in reverse
+    registration order, as DDP itself assumes. If torch has no `bucket_cap_mb_list`, or the model has several dtypes
+    (each of which would start the list again), all buckets get the strategy's median size.
     """
     plan = _plan(strategy, model, graph, cluster)
     sizes = bucket_bytes(plan)
@@ -84,13 +84,13 @@ def add_encoders(
     graph: ModelGraph | None = None,
     cluster: ClusterSpec | None = None,
 ) -> bool:
-    """Registers a communication hook that encodes buckets as the strategy says; False if it encodes nothing.
+    """Registers a communication hook that encodes buckets as the strategy defines; False if it encodes nothing.
 
     Buckets are sent unencoded in the first step, in which they are provisional, and where their variables have
     different encoders. Error feedback is kept where the encoder has it.
     """
     if has_communication_hook(model):
-        raise OffbeatError("the DistributedDataParallel model has a communication hook already, and takes only one")
+        raise OffbeatError("the DistributedDataParallel model already has a communication hook; it takes only one")
     plan = _plan(strategy, model.module, graph, cluster)
     encoders: dict[str, Encoder] = {}
     for message in plan.messages:
@@ -178,10 +178,10 @@ def _decode(rounds: Any, received: torch.Tensor, buffer: torch.Tensor) -> torch.
 
 
 def _plan(strategy: Wanted, model: torch.nn.Module, graph: ModelGraph | None, cluster: ClusterSpec | None) -> Plan:
-    """The strategy, lowered; StrategyError where DDP cannot run it."""
+    """The lowered strategy; StrategyError if DDP cannot run it."""
     joined = dist.is_available() and dist.is_initialized()
     if isinstance(strategy, str) and strategy == "auto" and not joined:
-        raise OffbeatError("strategy 'auto' measures the link: call torch.distributed.init_process_group before")
+        raise OffbeatError("strategy 'auto' measures the link: call torch.distributed.init_process_group first")
     cluster = cluster or ClusterSpec.local(dist.get_world_size() if joined else 1)
     graph = graph or skeleton(model)
     chosen = resolve_strategy(strategy, graph, cluster)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer → the same Trainer on Offbeat's engine instead of DDP.
+"""Hugging Face's Trainer on Offbeat's engine instead of DDP.
 
     trainer = OffbeatTrainer(model=model, args=args, train_dataset=data, strategy="overlap")
 
@@ -39,7 +39,7 @@ class OffbeatMixin:
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's optimizer; model and optimizer are distributed as soon as there is one."""
+        """Creates the Trainer's optimizer and distributes model and optimizer."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.num_processes > 1 and not self._distributed:
             adopt(self.accelerator, self.model, optimizer, self._offbeat_strategy, **self._offbeat_options)

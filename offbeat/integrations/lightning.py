@@ -1,4 +1,4 @@
-"""Lightning's Trainer → the same Trainer on Offbeat's engine instead of DDP.
+"""Lightning's Trainer on Offbeat's engine instead of DDP.
 
     trainer = lightning.Trainer(strategy=OffbeatStrategy("overlap"), devices=4)
 
@@ -46,7 +46,7 @@ class OffbeatStrategy(DDPStrategy):
         self._failed = False
 
     def configure_ddp(self) -> None:
-        """In place of wrapping the model: the shell, without an engine until there is an optimizer."""
+        """Wraps the model in the shell, without an engine until there is an optimizer."""
         self.model = _Shell(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -65,7 +65,7 @@ class OffbeatStrategy(DDPStrategy):
         ]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Forward and backward first, then a step() that need not wait for them."""
+        """Runs forward and backward first, then a step() that need not wait for them."""
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         if scaled or isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -82,7 +82,7 @@ class OffbeatStrategy(DDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Module and optimizer are plain again, with the newest values."""
+        """Makes module and optimizer plain again, with the newest values."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             if self._failed:

@@ -1,4 +1,4 @@
-"""A job under way → a better plan for it, without a restart, a stalled step or a change in the numbers.
+"""Find a better plan for a running job, without a restart, a stalled step or changed results.
 
 `tuner.py` records, asks, tries and keeps; `searcher.py` is the process that searches beside rank 0; `verdict.py` judges
 two plans by alternating blocks of steps.

@@ -1,4 +1,4 @@
-"""Recorded steps → candidates, found by a process of its own while training goes on.
+"""Search for better plans in a background process while training continues.
 
 Replay and search compile code and use a processor for seconds; in the training process a step would stand still
 meanwhile. The searching process is started when recording starts, so that it has loaded and compiled by the time there
@@ -24,17 +24,17 @@ from offbeat.runtime.lifetime import close_at_exit
 
 NICENESS = 10
 ISSUE_SECONDS = 1e-4
-"""What a host takes to issue a collective of NCCL's and to apply what it brings, as recorded on one H200."""
+"""Seconds a host needs to issue an NCCL collective and apply its result, as recorded on one H200."""
 MOST_SECONDS = 300.0
-"""After which a search that has not answered is ended."""
+"""Seconds after which a search without an answer is ended."""
 
 
 class SearchFailed(Exception):
-    """The searching process died, hung, or could not replay what was recorded."""
+    """The search process died, hung, or could not replay the recording."""
 
 
 class Searcher:
-    """A searching process, from its parent's side."""
+    """A search process, seen from its parent."""
 
     def __init__(self) -> None:
         alone = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -52,7 +52,7 @@ class Searcher:
         self.asked_at = time.monotonic()
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Sends the request, without waiting for the process to take it."""
+        """Sends the request without waiting for the process to read it."""
         self.asked_at = time.monotonic()
         # A process that is still loading does not read: the pipe takes little, and a step must not wait for it.
         Thread(target=self._send, args=(orjson.dumps(request),), daemon=True).start()
@@ -83,7 +83,7 @@ class Searcher:
         return answer
 
     def close(self, deadline: float | None = None) -> None:
-        """Ends the process, if it still runs, and lets go of its pipes; there is nothing to wait for."""
+        """Ends the process, if it still runs, and closes its pipes without waiting."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -94,7 +94,7 @@ class Searcher:
 
 
 def search(request: dict[str, Any]) -> dict[str, Any]:
-    """What a searching process answers: the profile's graph, costs and notes, and candidates, the quickest first."""
+    """The answer of the search process: the profile's graph, costs and notes, and candidates, fastest first."""
     from offbeat.graph import ModelGraph
     from offbeat.profile.measure import profile_in_place
     from offbeat.search.optimize import candidates

@@ -34,12 +34,12 @@ from offbeat.timeline.clock import Moment
 WARM_UP_STEPS = 6
 """The engine rebuilds its order after step 4."""
 UNRECORDED_STEPS = 2
-"""The last of these, in that order."""
+"""The last of these phases, in that order."""
 RECORDED_STEPS = 5
 ASKED_STEPS = 3
-"""Steps between two looks at whether the search has answered."""
+"""Steps between two checks for the answer of the search."""
 SETTLING_STEPS = 5
-"""Of a new plan, before it is timed: its order is rebuilt meanwhile."""
+"""Steps of a new plan before it is timed, in which its order is rebuilt."""
 BLOCK_STEPS = 3
 """Timed steps of a block; one before them, after the switch, is not."""
 PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
@@ -82,7 +82,7 @@ class Runner:
 
 
 class Tuner:
-    """Watches one job from its steps' ends and improves its plan."""
+    """Tunes the plan of one job; called at the end of each step."""
 
     def __init__(self, runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str] = ()) -> None:
         self.allow = allow
@@ -104,7 +104,7 @@ class Tuner:
         self.usual = 0.0
         """Seconds of a step with the present plan."""
         self.drifted = False
-        """Steps take another time than they did, so the link may too."""
+        """Step times have changed, so the link may have changed too."""
         self.phases = self._run()
         next(self.phases)
         self.clock = runtime.engine.reports.clock
@@ -115,7 +115,7 @@ class Tuner:
         runtime.refit_hooks.append(self._start_over)
 
     def _start_over(self, graph: ModelGraph) -> None:
-        """The training loop has changed the model: what was measured no longer holds."""
+        """The training loop has changed the model, so the measurements no longer apply."""
         self.graph = graph
         self.phases.close()
         self.phases = self._run()
@@ -160,7 +160,7 @@ class Tuner:
             self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
 
     def _answer(self, searcher: Searcher | None) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
-        """Trains on until the search has answered or failed: whether it answered, and on rank 0 what it found."""
+        """Trains until the search has answered or failed; returns whether it answered and, on rank 0, the answer."""
         while True:
             for _ in range(ASKED_STEPS):
                 yield
@@ -235,7 +235,7 @@ class Tuner:
             self.running = runner
 
     def _tell_of(self, runner: Runner, verdict: Verdict, kept: bool) -> None:
-        does = "keeps" if kept else "gives up"
+        does = "keeps" if kept else "drops"
         self._tell(
             f"{does} '{runner.name}': a step takes {verdict} ({runner.predicted_seconds * 1e3:.1f} ms predicted)",
             strategy=runner.name,
@@ -246,12 +246,12 @@ class Tuner:
         )
 
     def _block(self) -> Generator[None, None, float]:
-        """Seconds of a step, in the median of some."""
+        """Median seconds of several steps."""
         yield from self._steps(1)
         return median((yield from self._timed(BLOCK_STEPS)))
 
     def _timed(self, count: int) -> Generator[None, None, list[float]]:
-        """Trains on for some steps; the seconds of each."""
+        """Trains for some steps and returns the seconds of each."""
         steps = []
         for _ in range(count):
             yield
@@ -286,7 +286,7 @@ class Tuner:
         return traces
 
     def _measure_link(self) -> Generator[None, None, tuple[float, float]]:
-        """Every rank takes part, with one all-reduce after each step; no update must be on the wire meanwhile."""
+        """Every rank takes part, with one all-reduce after each step; no update may be in flight meanwhile."""
         if self.runtime.link is not None and not self.drifted:
             return self.runtime.link
         measuring = link_fit(self.runtime.engine.channels.control, self.runtime.device)
@@ -310,12 +310,12 @@ class Tuner:
         return [zlib.compress(orjson.dumps(lines), 1), *others]
 
     def _watch(self) -> Generator[None, None, None]:
-        """Returns when steps have become longer or shorter for good."""
+        """Returns when step times have changed permanently."""
         off = 0
         while off < 2:
             now = median((yield from self._timed(WATCHED_STEPS)))
             off = off + 1 if self._agree(abs(now / self.usual - 1) > DRIFT) else 0
-        self._tell(f"plans again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
+        self._tell(f"searches again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
         self.usual = now
 
     # What the ranks agree on
@@ -336,7 +336,7 @@ class Tuner:
     # What rank 0 decides
 
     def _request(self, traces: list[bytes]) -> dict[str, Any]:
-        """What the searching process must know."""
+        """The input of the search process."""
         return {
             "traces": [packed.hex() for packed in traces],
             "link": self.runtime.link,
@@ -348,7 +348,7 @@ class Tuner:
         }
 
     def _must_wait(self) -> bool:
-        """Whether no plan can run deferred here: because of the loop, or of what the present one would else do."""
+        """Whether no plan can run deferred here, because of the loop or of the current plan."""
         engine = self.runtime.engine
         asked = self.runtime.plan.strategy.schedule.mode == "barrier"
         return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
@@ -377,7 +377,7 @@ def contenders(found: dict[str, Any], usual: float) -> list[dict[str, Any]]:
 
 
 def _predict(graph: str, costs: dict[str, Any], plan: Plan) -> Timeline:
-    """How a plan's step runs at the times of the recorded steps."""
+    """The timeline of a plan's step with the recorded times."""
     # Compiles, which no step must wait for: only who asks for a timeline does.
     from offbeat.simulate import simulate
 

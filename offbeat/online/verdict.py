@@ -1,4 +1,4 @@
-"""Two plans, timed in alternating blocks → whether the new one is faster, in spite of noise.
+"""Decide whether a new plan is faster, from noisy times of alternating blocks.
 
 Each pair of neighbouring blocks is one comparison: the logarithm of the old block's time over the new one's. The new
 plan is kept once the mean of these, over its standard error, is as large as `NEEDED` after so many pairs, and given up
@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Literal
 
 NEEDED = {3: 7.0, 4: 4.5, 5: 3.6, 6: 3.2, 7: 3.0, 8: 3.0, 9: 3.0, 10: 1.9}
-"""By the number of pairs. Few pairs know little of their own spread, so they must agree the more."""
+"""By the number of pairs. Few pairs estimate their spread poorly, so they must agree more closely."""
 HOPELESS = -0.3
 
 

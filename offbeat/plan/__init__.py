@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + Strategy → Plan."""
+"""Lower a model, a cluster and a strategy to a Plan."""
 
 from offbeat.graph.coarsen import Segment
 from offbeat.plan.lower import KERNELS, lower

@@ -1,4 +1,4 @@
-"""Plan → nothing, or a PlanError that names the invariant it breaks.
+"""Check the invariants of a plan; a PlanError names the one that is violated.
 
 A plan is right when: tasks depend only on earlier ones; every gradient element is in one message and in one slice of
 each of its stages; the updater of a message has every replica's gradient exactly once and every replica gets the

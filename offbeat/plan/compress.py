@@ -1,4 +1,4 @@
-"""Compressor: encoders → bytes on the wire.
+"""The bytes on the wire of encoded messages.
 
 The counts are those of the runtime's encoders, so that what is simulated is what is sent.
 """

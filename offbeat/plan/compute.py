@@ -1,4 +1,4 @@
-"""Replication, operator fusion, recomputation and accumulation: the graph level of a strategy → compute segments.
+"""Replication, operator fusion, recomputation and accumulation: turn the graph into compute segments.
 
 What compiling, recomputing or autocast changes is taken from blocks that were measured (`ModelGraph.blocks`), as a
 factor on the seconds of their operators. Without that, compiling is taken to save the traffic between operators,

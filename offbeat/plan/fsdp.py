@@ -1,4 +1,4 @@
-"""FSDP2's units → the stages of their messages, each with its place in the step.
+"""The message stages of FSDP2's units, each with its place in the step.
 
 As torch's `fully_shard` does it: a unit's variables are gathered before its forward, again before its backward where
 they were freed in between, and its gradients are reduced and scattered when its backward has ended. Each gather is
@@ -59,7 +59,7 @@ def shard_units(draft: Draft) -> None:
 
 
 def _cut(groups: Groups, size: int) -> Groups:
-    """Each group in groups of so many consecutive members."""
+    """Divides each group into groups of `size` consecutive members."""
     return tuple((ranks[at : at + size], None) for ranks, _ in groups for at in range(0, len(ranks), size))
 
 

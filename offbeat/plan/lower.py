@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + Strategy → Plan."""
+"""Lower a model, a cluster and a strategy to a Plan."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
@@ -16,11 +16,11 @@ KERNELS = (replicate, fuse, recompute, accumulate, partition, synchronise, compr
 
 
 def lower(graph: ModelGraph, cluster: ClusterSpec, strategy: Strategy, rank: int | None = None) -> Plan:
-    """The plan of the whole cluster, or of one rank alone.
+    """Returns the plan of the whole cluster, or of one rank.
 
-    A rank's part needs nothing but these three values, so that every process derives its own (AutoDist §2.3) and all of
-    them agree; it equals `lower(graph, cluster, strategy).for_rank(rank)`. A rank that holds no replica has tasks for
-    what it owns only.
+    A rank's part depends only on these three values, so every process derives its own (AutoDist §2.3) and all agree; it
+    equals `lower(graph, cluster, strategy).for_rank(rank)`. A rank without a replica only has tasks for the messages it
+    owns.
     """
     check_fits(strategy, graph, cluster)
     draft = Draft(graph, cluster, strategy, rank)

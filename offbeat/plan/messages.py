@@ -1,4 +1,4 @@
-"""Partitioner and synchroniser: variables → pieces → messages, and for each message the stages that carry it.
+"""Partition variables into pieces, group pieces into messages, and list the stages of each message.
 
 Shards of one group number travel together as far as they can: same synchroniser, element type, owner, stations, ring,
 encoder and staleness. Sparse gradients and sufficient factors have a shape of their own and always travel alone.
@@ -21,7 +21,7 @@ _HALVINGS, _NO_SHARE = 60, 1e-6
 
 
 def partition(draft: Draft) -> None:
-    """Cuts every variable that gets a gradient; operators go on reading the whole variable."""
+    """Cuts every variable that gets a gradient; operators keep reading the whole variable."""
     for variable in draft.graph.gradient_order:
         config = draft.strategy.config(variable.name)
         for index, box in enumerate(boxes(variable.shape, config)):

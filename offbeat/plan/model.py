@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.plan.program import StepProgram
 
 TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "relay", "update"]
-"""A relay sums at its root what the others send there, and sends the sum back to them."""
+"""A relay sums at its root what the others send, and sends the sum back to them."""
 
 
 REPLICATED: tuple[Synchronizer, ...] = (
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces that travel together, in the order in which they lie in the message."""
+    """Pieces sent together, in their order in the message."""
 
     index: int
     group: int | None
@@ -71,9 +71,9 @@ class Message:
     gradient_bytes: int = 0
     """Encoded bytes of one replica's gradient."""
     parameter_bytes: int = 0
-    """Bytes that go back from a server to a replica."""
+    """Bytes returned from a server to a replica."""
     roots: tuple[int, ...] = ()
-    """Ranks that sum it for all replicas, each some of its slices."""
+    """Ranks that sum it for all replicas, each for some of its slices."""
 
     @property
     def elements(self) -> int:
@@ -99,10 +99,10 @@ class Message:
 
 
 class Window(NamedTuple):
-    """The place that a fully sharded unit's collective has in the step, in numbers of segments."""
+    """The place of a fully sharded unit's collective in the step, in numbers of segments."""
 
     issued: int
-    """Parameters are gathered from the beginning of this segment on, gradients reduced from its end on."""
+    """Parameters are gathered from the start of this segment, gradients reduced from its end."""
     needed: int
     """The segment that waits for it; the number of segments for `step()`."""
     freed: int
@@ -114,7 +114,7 @@ class Task:
     """One collective on a range of a message, or the update of one message."""
 
     index: int
-    """Names the task, on every rank and in recordings: its place in the order in which the plan was lowered."""
+    """Identifies the task on every rank and in recordings: its position in lowering order."""
     kind: TaskKind
     message: int
     stage: int
@@ -125,7 +125,7 @@ class Task:
     """Participants, in ring order."""
     root: int | None
     wire_bytes: int
-    """Encoded bytes that each participant puts in (the root alone, for a broadcast)."""
+    """Encoded bytes that each participant contributes (for a broadcast, the root alone)."""
     waits_for: tuple[str, ...]
     """Variables whose gradients must be complete."""
     after: tuple[int, ...]
@@ -133,7 +133,7 @@ class Task:
     delivers: tuple[str, ...]
     """Variables that are up to date here once every task that delivers them has finished."""
     window: Window | None = None
-    """Where in the step it happens, if it is a fully sharded unit's."""
+    """Its place in the step, if it belongs to a fully sharded unit."""
 
     @property
     def name(self) -> str:
@@ -149,7 +149,7 @@ class Task:
 
     @property
     def halves(self) -> tuple["Task", ...]:
-        """What goes up and what comes back of a relay; any other task itself."""
+        """The two directions of a relay; any other task itself."""
         return (replace(self, kind="reduce"), replace(self, kind="broadcast")) if self.kind == "relay" else (self,)
 
     def fills_incoming(self, rank: int | None) -> bool:
@@ -181,7 +181,7 @@ def sent_per_byte(kind: str, participants: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The lowered form of a strategy: of all ranks, or of one (`rank`)."""
+    """The lowered form of a strategy: for all ranks, or for one (`rank`)."""
 
     graph: ModelGraph
     cluster: ClusterSpec
@@ -197,28 +197,28 @@ class Plan:
 
     @cached_property
     def program(self) -> "StepProgram":
-        """What a step does, as the runtime and the simulator walk it; see `offbeat.plan.program`."""
+        """What a step does, for the runtime and the simulator; see `offbeat.plan.program`."""
         from offbeat.plan.program import program_of
 
         return program_of(self)
 
     @cached_property
     def participants(self) -> tuple[int, ...]:
-        """The replicas, and the ranks that own or sum parts of messages without holding one."""
+        """The replicas, and the ranks without a replica that own or sum parts of messages."""
         serving = {rank for message in self.messages for rank in message.servers}
         return (*self.replicas, *sorted(serving - set(self.replicas)))
 
     @property
     def issue_order(self) -> tuple[tuple[int, int], ...]:
-        """The slices of gradients in the order in which they leave: message and first element of each.
+        """The slices of gradients in sending order: message and first element of each.
 
-        A rank knows all of them, also those that others reduce among themselves first.
+        Every rank knows all of them, even those that others first reduce among themselves.
         """
         sent = (task for task in self.communication if task.lane == "up")
         return tuple(dict.fromkeys((task.message, task.start) for task in sent))
 
     def reordered(self, order: Iterable[tuple[int, int]]) -> "Plan":
-        """The same tasks with gradients leaving in another order, given as `issue_order` gives it."""
+        """The same tasks with gradients sent in another order, given like `issue_order`."""
         place = {piece: number for number, piece in enumerate(order)}
         known = self.issue_order
         if set(place) != set(known):
@@ -243,7 +243,7 @@ class Plan:
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """Messages by index, those together that hold parts of the same variables and so are applied together."""
+        """Messages by index, grouped if they hold parts of the same variables and so are applied together."""
         leader = list(range(len(self.messages)))
 
         def find(index: int) -> int:
@@ -278,13 +278,13 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Parts in which fully_shard holds each variable; 1 for other strategies."""
+        """Number of shards of each variable with fully_shard; 1 for other strategies."""
         return 1 if self.strategy.fsdp is None else len(self.replicas) // self.strategy.fsdp.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step in the life of a message: the same operation in disjoint groups of ranks."""
+    """One stage of a message: the same operation in disjoint groups of ranks."""
 
     kind: TaskKind
     groups: tuple[tuple[tuple[int, ...], int | None], ...]
@@ -296,7 +296,7 @@ class Stage:
 
 @dataclass
 class Draft:
-    """A plan in the making, filled in by the kernels of `offbeat.plan.lower`, in their order."""
+    """A plan under construction, filled in by the kernels of `offbeat.plan.lower`, in their order."""
 
     graph: ModelGraph
     cluster: ClusterSpec

@@ -1,4 +1,4 @@
-"""Plan → StepProgram: what one training step computes, sends, waits for and applies, as one flat value.
+"""StepProgram: what one training step computes, sends, waits for and applies, as one flat value.
 
 The runtime's engine walks a program, and `offbeat.simulate` walks the same one, so that what is simulated is what is
 run. A step is a row of compute *slots*: first the forward that precedes all backward, then everything behind it
@@ -40,7 +40,7 @@ class Issue(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A collective of a fully sharded unit, which has a place of its own in the step."""
+    """A collective of a fully sharded unit, which has its own place in the step."""
 
     task: Task
     slot: int
@@ -103,7 +103,7 @@ class StepProgram:
     placed: tuple[Placed, ...] = ()
     """Every collective of a step whose variables are fully sharded, in issue order."""
     reductions: int = 0
-    """Of these, the reductions that may be under way when the next one begins: backward waits for the others."""
+    """Of these, the reductions that may be in flight when the next one begins: backward waits for the others."""
 
     @property
     def order(self) -> tuple[Task, ...]:
@@ -174,7 +174,7 @@ def program_of(plan: Plan) -> StepProgram:
         carriers=carriers,
         awaited=tuple(len(message.variables) for message in plan.messages),
         placed=_placed(plan, slots),
-        # On a CPU torch's reduce-scatter returns when it has ended; elsewhere one buffer may be under way.
+        # On a CPU torch's reduce-scatter returns when it has ended; elsewhere one buffer may be in flight.
         reductions=int(plan.cluster.device_of(plan.replicas[0]).device != "cpu"),
     )
 

@@ -1,4 +1,4 @@
-"""Scheduler: messages and their stages → tasks in one issue order for all ranks.
+"""Schedule the stages of all messages as tasks in one issue order for all ranks.
 
 The order is that of a single link which, whenever it is free, takes one of the jobs that are ready: the first to become
 ready (fifo) or the one that the next forward needs first (priority). Ready times come from the segments' measured or

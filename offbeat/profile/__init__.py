@@ -1,1 +1,1 @@
-"""A running job → aligned Timeline and cost fits."""
+"""Record a running job: an aligned Timeline and fitted costs."""

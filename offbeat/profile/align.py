@@ -1,4 +1,4 @@
-"""Communication events of ranks with their own clocks → an offset and a drift per rank; Timeline → one clock.
+"""Align the clocks of all ranks by their communication: an offset and a drift per rank.
 
 The clock of a machine shows local = reference + (true - reference) * (1 + drift) + offset, where rank 0's clock is the
 true one. It follows from the ends of barrier-like collectives (all-reduce, all-gather, barrier, ...), which all
@@ -130,7 +130,7 @@ def apply(timeline: Timeline, alignment: Alignment) -> Timeline:
     """The timeline with every time moved to rank 0's clock, and the alignment's notes added."""
     count, marks = len(alignment.ranks), timeline.marks.copy()
     if marks.size and len(marks) != count:
-        raise OffbeatError(f"alignment: it has {count} ranks, the timeline has step marks of {len(marks)}")
+        raise OffbeatError(f"alignment: {count} ranks, but the timeline has step marks of {len(marks)}")
     times = {name: getattr(timeline, name).copy() for name in ("start", "end", "queued")}
     for row, rank in enumerate(alignment.ranks):
         clock, own = alignment.clock(rank), timeline.rank == rank

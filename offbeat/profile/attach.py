@@ -1,4 +1,4 @@
-"""An unmodified training script → the same script, recorded: what `offbeat profile` starts as every rank.
+"""Run and record an unmodified training script; `offbeat profile` starts this as every rank.
 
     python -m offbeat.profile.attach FOLDER STEPS PLAIN_STEPS RUN_ON(0|1) TRANSACTIONS(0|1) SCRIPT [ARGUMENTS]
 
@@ -122,8 +122,8 @@ class ScriptRecorder(Recorder):
         if not self.recording:
             if error is None:
                 raise OffbeatError(
-                    f"{self.folder}: nothing was recorded, because the script made {len(self.ends)} steps "
-                    f"and recording begins after {self.plain_steps}; --plain-steps changes that"
+                    f"{self.folder}: nothing was recorded, because the script ran {len(self.ends)} steps "
+                    f"and recording starts after {self.plain_steps}; see --plain-steps"
                 )
             return
         self.__exit__(type(error) if error else None, error, None)

@@ -1,4 +1,4 @@
-"""Model + example batch + this device → what its blocks and encoders take here, so that replay need not guess.
+"""Time a model's blocks and encoders on this device, so that replay need not guess.
 
 A block is run alone, forward and backward, on the shapes that the model gives it: as it is, compiled, recomputed, under
 autocast; one way after another, since on processors compiled code brings threads of its own. Blocks that are alike

@@ -1,4 +1,4 @@
-"""A job's ranks → what each collective costs among them: tables for the cluster file, fits for the replay.
+"""Measure the cost of collectives among a job's ranks: tables for the cluster file, fits for replay.
 
 Each collective is measured alone and back to back with several in flight, at sizes 2^i. Alone it shows its whole
 latency; in a row, only what keeps the next one from the link (`offbeat.cost.measured`). Small collectives are measured
@@ -371,7 +371,7 @@ def link_of(samples: list[Sample], participants: int) -> tuple[float, float]:
     """(bytes per second, seconds of latency) of a ring's links, from its all-reduces."""
     fitted = fit(samples)
     if not fitted.seconds_per_byte:
-        raise OffbeatError("all_reduce: large messages took no longer than small ones, which tells no bandwidth")
+        raise OffbeatError("all_reduce: large messages took no longer than small ones, so the bandwidth is unknown")
     latency = (fitted.overhead_seconds + fitted.latency_seconds) / latency_steps("all_reduce", participants)
     return sent_per_byte("all_reduce", participants) / fitted.seconds_per_byte, latency
 
@@ -385,10 +385,10 @@ def main(path: str) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     world = dist.get_world_size()
     if world < 2:
-        raise OffbeatError(f"ranks: {world} rank has nobody to talk to; calibrate with at least 2")
+        raise OffbeatError(f"ranks: calibration needs at least 2, got {world}")
     nodes = ClusterSpec.of_ranks(torch_world().all_gather_object(this_place().node))
     if nodes is None:
-        raise OffbeatError("ranks: those of a node do not follow each other, as they must in a cluster file")
+        raise OffbeatError("ranks: the ranks of a node are not consecutive, as a cluster file requires")
     devices: list[Any] | None = None
     if dist.get_backend() == "nccl":
         devices = [None] * world

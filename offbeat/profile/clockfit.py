@@ -1,4 +1,4 @@
-"""Ends of collectives that should coincide, and pairs of clocks compared → offset and drift of every clock.
+"""Fit the offset and drift of every clock to ends of collectives that should coincide and to compared clocks.
 
 The end of a collective on clock c is T + offset_c + drift_c * (T - middle) + noise, so the ends on two clocks differ by
 a line in T. `compare_ends` fits it for each two clocks under Cauchy's loss, because delays of a process make the noise

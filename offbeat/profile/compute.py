@@ -1,9 +1,9 @@
-"""Traces → ModelGraph with measured seconds, and what a step costs beside it: updates, gaps, slower ranks.
+"""Build a ModelGraph with measured seconds from traces, and measure its other costs: updates, gaps, slower ranks.
 
 A step that accumulates gradients has several passes, whose mean is the graph's (`ModelGraph.passes`).
 
 Communication slows computing down (`Costs.interference`): a span that takes `base` seconds alone takes
-`base * (1 + factor * share)` if communication is under way for `share` of it. The factor is the slope of a span's
+`base * (1 + factor * share)` if communication is in flight for `share` of it. The factor is the slope of a span's
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 

@@ -1,4 +1,4 @@
-"""torch.profiler's traces of a DDP job → Profile, as if Offbeat's recorder had seen it; its notes say what was assumed.
+"""Build a Profile from torch.profiler traces of a DDP job; its notes list the assumptions.
 
 The profiler shows when autograd completed each gradient (AccumulateGrad) and what each bucket's all-reduce sent, but no
 names. A gradient is a variable of its own where the gradients, in the order in which they are completed, add up to the
@@ -73,16 +73,16 @@ def load_ddp_profile(folder: Path, workers: int | None = None, model: ModelGraph
     world = max(len(traces), traces[-1].rank + 1, *(trace.world for trace in traces))
     world = workers if world == 1 and workers else world
     if not 1 < world < MOST_RANKS:
-        raise OffbeatError(f"{folder}: its traces tell no number of ranks above 1; give --workers")
+        raise OffbeatError(f"{folder}: the traces name no number of ranks above 1; pass --workers")
     if len(traces) < world:
-        notes.append(f"{len(traces)} of {world} ranks left a trace; the others are taken to be like them")
+        notes.append(f"{len(traces)} of {world} ranks have a trace; the others are assumed to be alike")
     if len(traces) == 1:
-        notes.append("of one rank alone, the time for which it waits for others counts as the network's")
+        notes.append("with a trace of one rank only, waiting for other ranks counts as network time")
     steps = {trace.rank: _steps(trace, model) for trace in traces}
     layout = mode([step.layout for step in steps[traces[0].rank]] or [None])
     if layout is None:
         raise OffbeatError(
-            f"{traces[0].path}: it has no step of DDP: a ProfilerStep range with a backward pass and all-reduces"
+            f"{traces[0].path}: no step of DDP, which is a ProfilerStep range with a backward pass and all-reduces"
         )
     ranks, zero = [], min(trace.origin_ns for trace in traces)
     names = _names(layout, model)
@@ -111,12 +111,12 @@ def _assumed(trace: Trace, layout: _Layout, model: ModelGraph | None) -> list[st
         seen = "do not add up to what the all-reduces send" if trace.gradients else "are not in the traces"
         notes.append(f"the single gradients {seen}, so each bucket counts as one variable")
     elif model is None and trace.gradients[0].shape is None:
-        notes.append("shapes were not recorded, so all gradients of a bucket count as equally large")
-    notes.append("forward is taken to use variables in the reverse order of their gradients, for like shares of time")
+        notes.append("shapes were not recorded, so all gradients of a bucket are assumed to have equal size")
+    notes.append("forward is assumed to use variables in the reverse order of their gradients, in equal shares of time")
     if model is None:
-        notes.append("a profiler's trace does not tell activations, so no memory limit counts them")
+        notes.append("profiler traces do not contain activations, so no memory limit counts them")
     elif layout.single:
-        notes.append("activations are those of the example batch that --model gives")
+        notes.append("activations are those of --model's example batch")
     return notes
 
 
@@ -239,7 +239,7 @@ def _names(layout: _Layout, model: ModelGraph | None) -> list[str]:
 def _rank_trace(trace: Trace, steps: Sequence[_Step], world: int, names: Sequence[str], shift: float) -> RankTrace:
     """The trace in the form of the recorder's, later by `shift`."""
     if not steps:
-        raise OffbeatError(f"{trace.path}: none of its steps is like those of the other ranks")
+        raise OffbeatError(f"{trace.path}: none of its steps matches those of the other ranks")
     owners = [name.rpartition(".")[0] for name in names]
     modules = list(dict.fromkeys(reversed(owners)))
     tensors = steps[0].layout.tensors
@@ -302,6 +302,6 @@ def _fit(ranks: Sequence[RankTrace], backend: str, notes: list[str]) -> Collecti
     if not overhead:
         overhead = min(ASSUMED_OVERHEAD_SECONDS.get(backend, 5e-4), min(shortest) / 2)
         notes.append(
-            f"buckets of these sizes do not tell what a small all-reduce takes; {overhead * 1e3:.2g} ms is assumed"
+            f"buckets of these sizes do not show the time of a small all-reduce; {overhead * 1e3:.2g} ms is assumed"
         )
     return CollectiveFit(overhead, 0.0, found.seconds_per_byte)

@@ -1,5 +1,4 @@
-"""A Flight Recorder dump in JSON → its entries; a Kineto trace and the dump of the same rank → the trace with sequence
-numbers and process groups.
+"""Read Flight Recorder dumps in JSON, and add their sequence numbers and process groups to a rank's Kineto trace.
 
 Kineto's gloo ranges know when a collective ran but not its group or sequence number; the Flight Recorder knows those
 but, on gloo, not when it ran. Both note when it was issued, on the same clock.
@@ -75,7 +74,7 @@ def read_dump(path: str | os.PathLike[str]) -> list[Entry]:
     content = files.read_bytes(path, _WHAT)
     if _PICKLE.match(content):
         raise OffbeatError(
-            f"{path}: this {_WHAT} is a pickle, which is not opened because that may run programs; "
+            f"{path}: this {_WHAT} is a pickle, which is not opened because it may run code; "
             f"write it as JSON with {_HOW}"
         )
     try:

@@ -1,4 +1,4 @@
-"""One step of a running job → what its memory holds: activations by module, the optimizer's state, sparse gradients.
+"""Find what one step keeps in memory: activations by module, the optimizer's state, sparse gradients.
 
 Autograd says what it keeps while the model's forward runs (`saved_tensors_hooks`); each storage counts once, for the
 module with parameters that was reached last. Parameters, buffers and the batch are not activations. What a loss outside

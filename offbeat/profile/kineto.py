@@ -1,4 +1,4 @@
-"""Traces exported by torch.profiler, one file per rank → Timeline, each rank still on its own clock.
+"""Read torch.profiler traces, one file per rank, as a Timeline with each rank on its own clock.
 
 The n-th collective of one kind, group and size in a step gets the same task number on every rank and in every step. It
 is counted in the order of issue, which all ranks share, or by the sequence numbers that `offbeat.profile.flight` adds.
@@ -32,7 +32,7 @@ def load_folder(folder: Path) -> tuple[list[Trace], list[str]]:
     """The traces in a folder by rank, joined with Flight Recorder dumps, and one sentence for each file left out."""
     paths = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
     if not paths:
-        raise OffbeatError(f"{folder}: there is no trace in it: neither rank0.jsonl, … nor files in JSON")
+        raise OffbeatError(f"{folder}: contains no traces: neither rank0.jsonl, … nor JSON files")
     traces: dict[int, Trace] = {}
     dumps: dict[int | None, list[Entry]] = {}
     notes = []
@@ -44,17 +44,17 @@ def load_folder(folder: Path) -> tuple[list[Trace], list[str]]:
             trace = load(path, 0 if len(paths) == 1 else None)
             first = traces.setdefault(trace.rank, trace)
             if first is not trace:
-                notes.append(f"{path}: left out, because {first.path.name} is a trace of rank {trace.rank} too")
+                notes.append(f"{path}: left out, because {first.path.name} is also a trace of rank {trace.rank}")
         except OffbeatError as error:
             notes.append(str(error))
     if not traces:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
-        raise OffbeatError(f"{folder}: none of its traces can be used: {notes[0] if notes else 'there are none'}{more}")
+        raise OffbeatError(f"{folder}: contains no usable trace: {notes[0] if notes else 'there are none'}{more}")
     for rank, dump in dumps.items():
         if rank in traces:
             traces[rank] = join(traces[rank], dump)
         else:
-            notes.append(f"{folder}: a Flight Recorder dump of rank {rank} has no trace beside it")
+            notes.append(f"{folder}: the Flight Recorder dump of rank {rank} has no matching trace")
     return [traces[rank] for rank in sorted(traces)], notes
 
 
@@ -98,7 +98,7 @@ def _common_steps(traces: list[Trace], notes: list[str]) -> list[int]:
     for trace in traces:
         if not trace.steps:
             if any(other.steps for other in traces):
-                notes.append(f"{trace.path}: it has no ProfilerStep ranges, so the steps of all ranks are unknown")
+                notes.append(f"{trace.path}: no ProfilerStep ranges, so the steps of all ranks are unknown")
             return []
     common = sorted(set.intersection(*(set(trace.steps) for trace in traces)))
     if not common:
@@ -107,7 +107,7 @@ def _common_steps(traces: list[Trace], notes: list[str]) -> list[int]:
     run = [step for place, step in enumerate(common) if step - common[0] == place]
     left = len(set().union(*(trace.steps for trace in traces))) - len(run)
     if common and left:
-        notes.append(f"{left} steps that not all ranks recorded one after another were left out")
+        notes.append(f"{left} steps were left out, because not all ranks recorded them consecutively")
     return run
 
 

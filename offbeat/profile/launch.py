@@ -1,4 +1,4 @@
-"""A script and a number of ranks → as many processes on this machine that run it, and an exit code."""
+"""Run a script as several ranks on this machine."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
 def require_script(script: str) -> None:
     """Raises OffbeatError unless the script is a file."""
     if not Path(script).is_file():
-        raise OffbeatError(f"{script}: there is no such script")
+        raise OffbeatError(f"{script}: no such script")
 
 
 def inside_job() -> bool:
@@ -30,7 +30,7 @@ def clear_folder(folder: Path) -> None:
             for path in folder.glob(pattern):
                 path.unlink()
     except OSError as error:
-        raise OffbeatError(f"{folder}: a trace cannot be written there: {error.strerror}") from None
+        raise OffbeatError(f"{folder}: cannot write a trace there: {error.strerror}") from None
 
 
 def run_script(

@@ -1,4 +1,4 @@
-"""Lines of JSON that a rank's recorder wrote → RankTrace: its steps, and in each the passes, waits and collectives."""
+"""Read the JSON lines of a rank's recorder as a RankTrace: steps with their passes, waits and collectives."""
 
 import math
 from bisect import bisect_right
@@ -124,13 +124,13 @@ class Header:
 
     def __post_init__(self) -> None:
         if self.rank >= self.world:
-            raise ValueError(f"there is no rank {self.rank} among {self.world}")
+            raise ValueError(f"rank {self.rank} is outside the job of {self.world} ranks")
         dtypes = {name: dtype for name, _, dtype in self.parameters}
         for name in self.gradients:
             if name not in dtypes:
-                raise ValueError(f"the gradient {quote(name)} is of no parameter")
+                raise ValueError(f"the gradient {quote(name)} belongs to no parameter")
             if dtypes[name] not in ITEM_BYTES:
-                raise ValueError(f"{quote(dtypes[name])} is not a type of a gradient's elements")
+                raise ValueError(f"{quote(dtypes[name])} is not a gradient's dtype")
         for name, shape, _ in self.parameters:
             if len(shape) > 64 or math.prod(shape) >= 2**60:
                 raise ValueError(f"{quote(name)}: {quote(shape)} is not a tensor's shape")
@@ -205,9 +205,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
     lines = _lines(path) if noted is None else iter(noted)
     first = next(lines, None)
     if not isinstance(first, dict) or first.get("offbeat_trace") != FORMAT:
-        raise OffbeatError(
-            f"{path}: not a trace of Offbeat's recorder: its first line says no 'offbeat_trace': {FORMAT}"
-        )
+        raise OffbeatError(f"{path}: not a trace of Offbeat's recorder: its first line lacks 'offbeat_trace': {FORMAT}")
     notes: tuple[str, ...] = ()
     try:
         header = _HEADER.validate_python(first)
@@ -257,7 +255,7 @@ def read_rank(path: Path, noted: Sequence[dict[str, Any]] | None = None) -> Rank
 
 def _plan(line: _PlanLine, path: Path) -> RecordedPlan:
     if any(message >= len(line.messages) for message, _ in line.order):
-        raise ValueError("a plan's order names a message that it does not have")
+        raise ValueError("a plan's order names a message that the plan does not have")
     strategy = Strategy.from_json(orjson.dumps(line.strategy), str(path)).model_copy(update=ANYWHERE)
     messages = tuple(tuple(Piece(*piece) for piece in pieces) for pieces in line.messages)
     return RecordedPlan(strategy, messages, line.order)
@@ -290,7 +288,7 @@ def _steps(
     In a job without a torch optimizer, each line is a step.
     """
     if any(row.peer >= header.world for row in transactions):
-        raise ValueError(f"a message goes to or comes from a rank beyond the {header.world} of the job")
+        raise ValueError(f"a message names a rank outside the job of {header.world} ranks")
     collectives.sort(key=lambda collective: collective.queued)
     transactions.sort(key=lambda transaction: transaction.queued)
     queued, sent = (np.array([row.queued for row in rows]) for rows in (collectives, transactions))

@@ -1,4 +1,4 @@
-"""Collectives of jobs that do not run on Offbeat's engine → the recorder: DDP's buckets, torch.distributed's calls."""
+"""Record the collectives of jobs without Offbeat's engine: DDP's buckets and torch.distributed's calls."""
 
 import time
 from collections.abc import Callable

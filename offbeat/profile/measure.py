@@ -1,4 +1,4 @@
-"""Recorded traces → Profile: the graph with measured times, the strategy that ran, and what communication cost.
+"""Build a Profile from recorded traces: the graph with measured times, the strategy that ran, and communication costs.
 
 Compute is what lies between the events that communication cares about: a module that reads variables begins, a
 gradient is complete. Time in which a rank waited for messages or applied updates is taken out. Medians over steps,
@@ -189,7 +189,7 @@ def _steady(trace: RankTrace) -> tuple[Step, ...]:
     """The steps after the warm-up."""
     steps = trace.steps[WARM_UP_STEPS:] if len(trace.steps) > 2 * WARM_UP_STEPS else trace.steps
     if not steps:
-        raise OffbeatError(f"{trace.path}: there is no complete step in this trace")
+        raise OffbeatError(f"{trace.path}: contains no complete step")
     return steps
 
 
@@ -202,7 +202,7 @@ def _of_one_plan(traces: list[RankTrace], notes: list[str]) -> tuple[list[RankTr
     kept = {step.number for step in traces[0].steps if step.plan is followed}
     of_plan = [replace(trace, steps=tuple(step for step in trace.steps if step.number in kept)) for trace in traces]
     if not all(trace.steps for trace in of_plan):
-        raise OffbeatError(f"{traces[0].path.parent}: the ranks have no complete step in common")
+        raise OffbeatError(f"{traces[0].path.parent}: no step is complete on all ranks")
     left_out = len(traces[0].steps) - len(kept)
     if left_out:
         notes.append(f"{left_out} of {len(traces[0].steps)} steps followed another plan and are left out")
@@ -256,7 +256,7 @@ def _with_own_servers(profile: Profile) -> Profile:
 
 
 def _busy_seconds(timeline: Timeline, begins: Callable[[float, float], float]) -> float:
-    """Seconds of a step in which collectives were under way, each from the min or max (`begins`) of its starts on."""
+    """Seconds of a step in which collectives were in flight, each from the min or max (`begins`) of its starts on."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     for number in np.flatnonzero(timeline.kind == KINDS.index("communication")):
         key = int(timeline.step[number]), int(timeline.task[number])
@@ -323,7 +323,7 @@ def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> Cluster
         notes.append("nothing was measured among ranks of one node; their links are assumed")
     found = ClusterSpec.of_ranks(names, **figures)
     if found is None:
-        notes.append("ranks that share a node do not follow each other; each is taken for a node of its own")
+        notes.append("ranks that share a node are not consecutive; each is treated as its own node")
         return ClusterSpec.of_ranks([str(rank) for rank in range(world)], **figures)  # type: ignore[return-value] # distinct
     return found
 

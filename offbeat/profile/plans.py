@@ -1,4 +1,4 @@
-"""The plan that an Offbeat job follows ↔ the lines of its trace that tell it.
+"""Write the plans that an Offbeat job follows into its trace, and read them back.
 
 An engine may rebuild its issue order during a run, and a job may switch to another strategy. The recorder writes the
 plan before the first step that follows it; a profile replays its steps with that plan (`Profile.plan`).

@@ -1,4 +1,4 @@
-"""A running job → one trace file per rank: what it computed, sent and waited for, step by step.
+"""Record a running job into one trace file per rank: what it computed, sent and waited for, step by step.
 
     with offbeat.Recorder("trace/") as recorder:
         for batch in loader:
@@ -52,16 +52,16 @@ SWITCH_SECONDS = 5e-4
 """The backend's threads report the ends of collectives and must not wait long for the interpreter."""
 
 WAITING_STEPS = 16
-"""Steps of a GPU that are written together: to ask for their times takes the host some milliseconds each."""
+"""Steps of a GPU that are written together: reading their times costs the host some milliseconds each."""
 
 
 class Recorder:
-    """Records every step of a job between `with` and the end of the block, on every rank."""
+    """Records every step of a job inside its `with` block, on every rank."""
 
     ticks = 32
-    """Messages with which a rank compares its clock with rank 0's, before and after the steps."""
+    """Messages by which a rank compares its clock with rank 0's, before and after the steps."""
     footprints = True
-    """Whether to look at what a step keeps in memory."""
+    """Whether to record what a step keeps in memory."""
 
     @checked
     def __init__(self, folder: str | os.PathLike[str], *, calibrate: bool = True, transactions: bool = False) -> None:
@@ -75,10 +75,10 @@ class Recorder:
         self.file: BinaryIO | None = None
         self.recording = False
         self.undo = contextlib.ExitStack()
-        """Removes what was hooked into torch, the model and the runtime."""
+        """Removes the hooks in torch, the model and the runtime."""
         self.clock: Clock = HostClock()
         self.unwritten: deque[dict[str, Any]] = deque()
-        """Lines of steps of which the GPU has not come to the end."""
+        """Lines of steps that the GPU has not finished."""
         self.steps = 0
         self.kind = ""
         self.runtime: Runtime | None = None
@@ -87,7 +87,7 @@ class Recorder:
         self.followed: tuple[Plan, Literal["deferred", "barrier"]] | None = None
         self.collectives: list[tuple[Any, ...]] = []
         self.messages: list[tuple[Any, ...]] = []
-        """Transactions that have ended, as `lines.Transaction` has them."""
+        """Completed transactions, as `lines.Transaction`s."""
         self.optimizer_began: Moment = 0.0
         self.footprint: Footprint | None = None
         self._begin_step()
@@ -104,10 +104,10 @@ class Recorder:
         return self
 
     def step(self) -> None:
-        """Ends a step and writes what was noted since the last call."""
+        """Ends a step and writes everything recorded since the last call."""
         now = self.clock.now()
         if not self.recording:
-            raise OffbeatError("recorder.step() is called outside the recorder's 'with' block")
+            raise OffbeatError("recorder.step() was called outside the recorder's 'with' block")
         if not self.kind:
             return
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
@@ -187,7 +187,7 @@ class Recorder:
         self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
 
     def _meets(self) -> bool:
-        """Whether all ranks come to their first forward and to the recorder's end together."""
+        """Whether all ranks reach their first forward and the recorder's end together."""
         return self.runtime is not None or not self.noting_transactions
 
     def _messages_ended(self) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class Recorder:
         """Number of torch.distributed's collectives in this step."""
         noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
         self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": self.clock.now()}
-        """What the present step's line will say; see `offbeat.profile.lines`."""
+        """The line of the current step; see `offbeat.profile.lines`."""
 
     def _forward_begins(self, *call: Any) -> None:
         if self.footprint is not None:
@@ -365,7 +365,7 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = (self.folder / f"rank{self.rank}.jsonl").open("wb")
         except OSError as error:
-            raise OffbeatError(f"{self.folder}: a trace cannot be written there: {error.strerror}") from None
+            raise OffbeatError(f"{self.folder}: cannot write a trace there: {error.strerror}") from None
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self.file is not None
@@ -373,7 +373,7 @@ class Recorder:
             self.file.write(orjson.dumps(line) + b"\n")
             self.file.flush()
         except OSError as error:
-            raise OffbeatError(f"{self.file.name}: the trace cannot be written: {error.strerror}") from None
+            raise OffbeatError(f"{self.file.name}: cannot write the trace: {error.strerror}") from None
 
 
 def _last_moments(line: dict[str, Any]) -> list[Moment]:
@@ -401,7 +401,7 @@ def is_trained(module: torch.nn.Module) -> bool:
 
 
 class MemoryRecorder(Recorder):
-    """Keeps the lines in memory, for a job that looks at itself while it runs."""
+    """Keeps the lines in memory, for a job that analyses itself while it runs."""
 
     ticks = 6
     """Few, because a training step waits for them."""

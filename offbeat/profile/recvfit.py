@@ -1,4 +1,4 @@
-"""SENDs and RECVs of the same tensors over the steps → how far apart the clocks of each two machines are.
+"""Estimate the clock difference of each two machines from SENDs and RECVs of the same tensors.
 
 dPRO section 4.2: the RECVs of one tensor (a family) take equally long once the time before the SEND began is cut off,
 so their variance O1 is least at the true difference of the two clocks (`recv_variance`). O1 depends on that difference

@@ -1,4 +1,4 @@
-"""A measured Timeline alone → the same steps replayed, as measured or on other links and devices.
+"""Replay a measured Timeline without a plan, unchanged or on other links and devices.
 
 For traces of jobs whose plan is unknown (torch.profiler's, FSDP2's). Each rank is a chain of pieces between the moments
 that matter: work begins or ends, a collective is issued, a step begins. A piece is one of
@@ -47,10 +47,10 @@ def replay_trace(
     `stragglers` gives by rank how many times as long its computing takes.
     """
     if not len(timeline):
-        raise OffbeatError("timeline: it has no spans, so there is nothing to replay")
+        raise OffbeatError("timeline: no spans, so there is nothing to replay")
     for rank in stragglers or ():
         if rank not in timeline.ranks:
-            raise OffbeatError(f"straggler: there is no rank {rank}, the trace has ranks {list(timeline.ranks)}")
+            raise OffbeatError(f"straggler: rank {rank} is not among the trace's ranks {list(timeline.ranks)}")
     if not timeline.marks.size:
         # A timeline without steps counts as one step.
         own = [timeline.rank == rank for rank in timeline.ranks]

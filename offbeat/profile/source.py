@@ -1,4 +1,4 @@
-"""A path → what was recorded there: a Profile of a job that Offbeat's recorder saw, or the Timeline of any other trace.
+"""Load a recording: a Profile for Offbeat's own traces, a Timeline for any other trace.
 
 A folder with rank0.jsonl, … is the recorder's. A folder of other JSON files holds torch.profiler's traces, one for each
 rank, joined with Flight Recorder dumps where there are any. A file is a timeline that Offbeat saved, or one rank's
@@ -21,7 +21,7 @@ def load_recording(path: str | PathLike[str]) -> Profile | Timeline:
     """Whatever is there, on one clock; `notes` of the timeline say what was left out."""
     place = Path(path)
     if not place.exists():
-        raise OffbeatError(f"{path}: there is no such trace")
+        raise OffbeatError(f"{path}: no such trace")
     if not place.is_dir():
         # In a timeline that Offbeat wrote, its own object comes before the events.
         stream = EventStream(place, ("offbeat",))

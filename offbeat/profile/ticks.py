@@ -1,4 +1,4 @@
-"""Small messages between rank 0 and each other rank → when each was sent and received, by which clocks are compared."""
+"""Compare the ranks' clocks by small messages between rank 0 and each other rank."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One file exported by torch.profiler → Trace: a rank's steps, computation and communication, on its own clock.
+"""Read one torch.profiler file as a Trace: a rank's steps, computation and communication, on its own clock.
 
 Computation is what kept the device busy: kernels where a trace has any, else the outermost operators of each thread.
 Communication is the nccl kernels, and the ranges gloo records in its own threads; those do not say when they were asked
@@ -103,13 +103,13 @@ def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
     for batch in stream:
         collector.add(batch)
     if not collector.timed:
-        raise OffbeatError(f"{path}: cannot read the trace: it holds no event with a start and a duration")
+        raise OffbeatError(f"{path}: cannot read the trace: no event has a start and a duration")
     info = stream.header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     told = (info.get("rank"), rank_in_name(Path(path).name), rank)
     rank = next((number for number in told if _is_rank(number)), None)
     if rank is None:
-        raise OffbeatError(f"{path}: cannot tell the trace's rank: neither its distributedInfo nor its name says it")
+        raise OffbeatError(f"{path}: the trace's rank is unknown: neither its distributedInfo nor its name has it")
     base = _number(stream.header.get("baseTimeNanoseconds"), 0)
     world = info.get("world_size")
     first = collector.first

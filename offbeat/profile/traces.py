@@ -1,4 +1,4 @@
-"""A folder of recorded traces → what each rank noted, and one Timeline on one clock.
+"""Read a folder of recorded traces, and put all ranks on one clock.
 
 Files of other programs (Kineto's) are read by `offbeat.profile.kineto`. A file that cannot be read is named in the
 notes and the other ranks are still analysed.
@@ -30,7 +30,7 @@ def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]
     """Every rank's trace in a folder, and what could not be read."""
     found = sorted(Path(folder).glob("rank*.jsonl"))
     if not found:
-        raise OffbeatError(f"{folder}: there are no traces (rank0.jsonl, …) in this folder")
+        raise OffbeatError(f"{folder}: contains no traces (rank0.jsonl, …)")
     traces, notes = [], []
     for path in found:
         try:
@@ -41,11 +41,11 @@ def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]
         raise OffbeatError(f"{folder}: none of the {len(found)} traces can be read: {notes[0]}")
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) != len(ranks):
-        raise OffbeatError(f"{folder}: two traces are of the same rank {max(ranks, key=ranks.count)}")
+        raise OffbeatError(f"{folder}: two traces belong to rank {max(ranks, key=ranks.count)}")
     missing = sorted(set(range(traces[0].world)) - set(ranks))
     if missing:
         shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
-        notes.append(f"{folder}: of {traces[0].world} ranks, {shown} left no readable trace")
+        notes.append(f"{folder}: ranks without a readable trace, of {traces[0].world}: {shown}")
     notes += [note for trace in traces for note in trace.notes]
     return sorted(traces, key=lambda trace: trace.rank), notes
 
@@ -54,7 +54,7 @@ def to_timeline(traces: list[RankTrace], notes: list[str]) -> Timeline:
     """The steps that all ranks have; time zero is the beginning of the first."""
     common = set.intersection(*({step.number for step in trace.steps} for trace in traces))
     if not common:
-        raise OffbeatError(f"{traces[0].path.parent}: the ranks have no complete step in common")
+        raise OffbeatError(f"{traces[0].path.parent}: no step is complete on all ranks")
     builder = Builder()
     places = _places(traces)
     zero = min(step.begin for trace in traces for step in trace.steps if step.number in common)

@@ -1,4 +1,4 @@
-"""Messages from rank to rank → the recorder: dPRO's SENDs and RECVs, each as the rank on its side saw it.
+"""Record point-to-point messages: dPRO's SENDs and RECVs, as each side saw them.
 
 torch's `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv` all end in a process group's `send` and `recv`, which
 are wrapped here; so are those of the channel on which Offbeat's asynchronous servers talk. Both sides count the

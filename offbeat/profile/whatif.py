@@ -1,4 +1,4 @@
-"""A profile and changes ('bandwidth=2x', 'workers=64') → how the job would run, without another run.
+"""Predict how a recorded job would run with changes such as 'bandwidth=2x' or 'workers=64'.
 
 Where the plan of the job is known (Offbeat's jobs and DDP's), the changed plan is simulated with what was measured. Of
 other jobs only the trace is known: it is replayed on other links and devices (`offbeat.profile.replay_trace`), and what
@@ -78,7 +78,7 @@ def parse_what_if(text: str) -> Change:
     """Parses one change, such as 'bandwidth=2x'."""
     kind, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not value or kind not in KINDS:
-        raise OffbeatError(f"what-if {quote(text)}: it is not one of {EXAMPLES}")
+        raise OffbeatError(f"what-if {quote(text)}: not one of {EXAMPLES}")
     match kind:
         case "workers":
             if not value.isascii() or not value.isdecimal() or not 1 <= int(value[:12]) <= MOST_WORKERS:
@@ -93,7 +93,7 @@ def parse_what_if(text: str) -> Change:
             return Change(kind, name=value)
         case "wire":
             if value not in WIRES:
-                raise OffbeatError(f"what-if {quote(text)}: the wire carries {', '.join(WIRES)}, not {quote(value)}")
+                raise OffbeatError(f"what-if {quote(text)}: wire must be {', '.join(WIRES)}, not {quote(value)}")
             return Change(kind, name=value)
         case _:
             return Change(kind, factor=_factor(text, value))
@@ -246,13 +246,13 @@ def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:
     if not cluster.is_homogeneous:
         raise OffbeatError(
             f"workers: {workers} are more than the {cluster.world_size} of cluster {cluster.name!r}, "
-            f"whose nodes differ, so that nothing says what further ones are like"
+            f"whose nodes differ, so additional ones are undefined"
         )
     node = cluster.nodes[0]
     if len(cluster.nodes) == 1 and node.devices > 1:
         return cluster.replace(nodes=(node.model_copy(update={"devices": workers}),), tables=())
     if workers % node.devices:
-        raise OffbeatError(f"workers: {workers} is no multiple of the {node.devices} ranks that each node has")
+        raise OffbeatError(f"workers: {workers} is not a multiple of the {node.devices} ranks per node")
     nodes = tuple(node.named(f"node{number}") for number in range(workers // node.devices))
     return cluster.replace(nodes=nodes, tables=())
 

@@ -1,4 +1,4 @@
-"""Timeline, Frontier, Strategy → a self-contained HTML report, and the live what-if page."""
+"""The self-contained HTML report and the live what-if page."""
 
 from offbeat.report.contents import Report, make_report
 from offbeat.report.page import render, write_report

@@ -1,4 +1,4 @@
-"""A call whose client may leave → its result, or an end to the call as soon as the client is gone.
+"""Run a call that ends as soon as its client has disconnected.
 
 A page that cancels a replay, or is closed, closes its connection. Replays are plain Python around short compiled
 kernels, so the thread that replays is interrupted between two of its instructions; a kernel ends first.

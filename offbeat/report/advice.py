@@ -1,4 +1,4 @@
-"""A recording → what would help most: one change at a time, replayed, the shortest step first.
+"""Find what would help a recorded job most: replay one change at a time, shortest step first.
 
 Where the job's plan is known, the changed plan is simulated with the measured costs. Other traces are replayed span by
 span on other links and devices; of long ones, only the last steps.
@@ -21,7 +21,7 @@ from offbeat.timeline.diagnosis import Diagnosis, name_ranks
 from offbeat.timeline.model import KINDS
 
 MOST_REPLAYED_SPANS = 150_000
-"""Longer traces are replayed in their last steps only, which takes a few seconds."""
+"""Of longer traces, only the last steps are replayed, which takes a few seconds."""
 SHOWN_STRATEGIES = 3
 _COMMUNICATION = KINDS.index("communication")
 _LINKS = (
@@ -47,22 +47,22 @@ class Advice:
     about: str
     seconds: float
     free: bool = False
-    """Whether it needs neither other hardware nor rounded gradients: another strategy."""
+    """Whether it needs no other hardware and rounds no gradients: another strategy."""
 
     def speedup(self, base_seconds: float) -> float:
-        """1.25 means that the recorded step is 1.25 times as long."""
+        """1.25: the recorded step is 1.25 times as long."""
         return base_seconds / self.seconds if self.seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class WhatIfs:
-    """Changes, the one with the shortest step first, and the strategies that search found."""
+    """Changes, shortest step first, and the strategies found by search."""
 
     base_seconds: float
-    """The step that was measured; predictions are relative to it."""
+    """The measured step; predictions are relative to it."""
     rows: tuple[Advice, ...]
     best: Candidate | None
-    """The best strategy that search has found."""
+    """The best strategy found by search."""
     notes: tuple[str, ...]
 
     @property
@@ -78,7 +78,7 @@ class WhatIfs:
 
 
 def what_would_help(recording: Profile | Timeline, diagnosis: Diagnosis) -> WhatIfs:
-    """Replays the recording as it was, then with each change; what cannot be replayed is told in `notes`."""
+    """Replays the recording unchanged, then with each change; `notes` names what could not be replayed."""
     if isinstance(recording, Profile) and plan_known(recording):
         return _of_plan(recording)
     return _of_trace(recording.timeline if isinstance(recording, Profile) else recording, diagnosis)
@@ -96,7 +96,7 @@ def _of_plan(profile: Profile) -> WhatIfs:
     tried.append((*_DEVICES, partial(_step, profile, _DEVICES[1])))
     slower = sorted(rank for rank, scale in profile.costs.compute_scale.items() if scale > 1)
     if slower:
-        about = "computing as fast as the median of the ranks"
+        about = "all ranks compute as fast as the median"
         tried.append((f"No straggler ({name_ranks(slower)})", about, partial(_without_stragglers, profile)))
     rows, notes = _predicted(tried, scale)
     found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
@@ -141,7 +141,7 @@ def _without_stragglers(profile: Profile) -> float:
 
 
 def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
-    """The best strategies of different names and steps, the best first."""
+    """The best strategies with different names and step times, best first."""
     try:
         found = candidates(profile.graph, profile.cluster, profile.costs, profile.strategy)
     except OffbeatError as error:
@@ -163,5 +163,5 @@ def _predicted(tried: list[tuple[str, str, Predict]], scale: float) -> tuple[lis
         try:
             rows.append(Advice(label, about, scale * predict()))
         except OffbeatError as error:
-            notes.append(f"{label}: it could not be replayed: {error}")
+            notes.append(f"{label}: could not be replayed: {error}")
     return rows, notes

@@ -1,4 +1,4 @@
-"""A Profile or Timeline → Report: every number and picture that the page shows."""
+"""Collect every number and picture of the report page from a Profile or Timeline."""
 
 import shlex
 from dataclasses import dataclass, fields, replace
@@ -17,13 +17,13 @@ from offbeat.timeline.diagnosis import IDLE, Diagnosis, diagnose
 from offbeat.units import format_seconds, format_speedup
 
 MOST_STEPS_IN_PARTS = 200
-"""For longer recordings only the length of each step is shown, not its parts."""
+"""For longer recordings only the duration of each step is shown, not its parts."""
 MOST_BLAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The replay of the recorded job beside what was measured."""
+    """The replay of the recorded job compared with the measurement."""
 
     predicted: Timeline
     measured_step_seconds: float
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """0.02 means that the predicted step is 2% longer."""
+        """0.02: the predicted step is 2% longer."""
         return self.predicted_step_seconds / self.measured_step_seconds - 1 if self.measured_step_seconds else 0.0
 
     @property
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Other:
-    """Another recording, beside which this one is set."""
+    """Another recording to compare with."""
 
     title: str
     timeline: Timeline
@@ -64,38 +64,38 @@ class Other:
 
 @dataclass(frozen=True)
 class Report:
-    """What a report says. Times are seconds per step."""
+    """The contents of a report. Times are seconds per step."""
 
     title: str
     timeline: Timeline
     nodes: dict[int, str]
-    """Node of each rank; empty where unknown."""
+    """Node of each rank; empty if unknown."""
     step_seconds: float
     """Median over steps."""
     steps: tuple[float, ...]
     """Seconds of each step: the mean over ranks."""
     step_parts: tuple[dict[str, float], ...]
-    """Where each step goes, by key of `PARTS`; empty where there are too many steps."""
+    """Seconds of each step by key of `PARTS`; empty if there are too many steps."""
     diagnosis: Diagnosis
     comparison: Comparison | None
     help: WhatIfs | None
     explanations: tuple[Explanation, ...]
-    """Of the strategy that ran, and of the given or else the best one found."""
+    """Explanations of the strategy that ran, and of the given one or the best one found."""
     strategy_given: bool
     frontier: Frontier | None
     trace: str
-    """Path of the recording, for commands to copy; empty where unknown."""
+    """Path of the recording, for commands to copy; empty if unknown."""
     other: Other | None
     notes: tuple[str, ...]
 
     @property
     def parts(self) -> dict[str, float]:
-        """Where a step goes: the mean over ranks and steps."""
+        """Where the time of a step goes: the mean over ranks and steps."""
         return parts_of(self.diagnosis)
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What makes the free change that helps most; empty if there is none, or for a trace without names."""
+        """Commands for the most effective free change; empty if there is none, or for a trace without names."""
         if self.help is None or self.help.free is None or not self.trace:
             return ()
         return (
@@ -119,7 +119,7 @@ class Report:
         """The finding in two sentences."""
         total = sum(self.parts.values()) or 1.0
         shares = {key: seconds / total for key, seconds in self.parts.items()}
-        text = f"{shares['compute']:.0%} of the step is computing"
+        text = f"{shares['compute']:.0%} of the step is compute"
         lost = max((key for key in PARTS if key != "compute"), key=lambda key: shares[key])
         if shares[lost] >= 0.01:
             text += f"; most of the rest, {shares[lost]:.0%} of the step, is {PARTS[lost]}"
@@ -130,9 +130,9 @@ class Report:
             return f"{text}."
         best = self.help.free or rows[0]
         if best.speedup(self.step_seconds) < 1.01:
-            return f"{text}. None of the changes that were replayed shortens it by more than 1%."
+            return f"{text}. None of the replayed changes shortens it by more than 1%."
         words = best.label[0].lower() + best.label[1:]
-        helps = "What would help most for free" if best.free else "What would help most"
+        helps = "Most effective free change" if best.free else "Most effective change"
         faster = format_speedup(self.step_seconds, best.seconds)
         return f"{text}. {helps}: {words}, predicted {faster} ({format_seconds(best.seconds)} per step)."
 
@@ -255,7 +255,7 @@ def _comparison(
 def _explained(
     profile: Profile | None, helped: WhatIfs | None, strategy: Strategy | None
 ) -> tuple[tuple[Explanation, ...], list[str]]:
-    """Explains the strategy that ran and the given or best one; also notes on what could not be explained."""
+    """Explains the strategy that ran and the given or best one; also returns notes on what could not be explained."""
     if profile is None or not plan_known(profile) or profile.cluster.world_size == 1:
         return (), []
     asked, scale = [profile.strategy], replay_scale(profile)

@@ -1,4 +1,4 @@
-"""A recording or a model, and a State of sliders and switches → what the live page shows of the changed job.
+"""The state behind the live page: a recording or a model with the changes set on the page.
 
 Where the job's plan is known, or another strategy is asked for, the changed plan is simulated with the measured costs;
 else the trace itself, or the last steps of a long one, is replayed on other links and devices. Slow answers are
@@ -79,7 +79,7 @@ class State(BaseModel):
     wire: Literal["recorded", "none", "fp16", "bf16"] = "recorded"
     straggler_rank: Annotated[int, Field(ge=0, lt=MOST_WORKERS)] = 0
     straggler: Factor = 1.0
-    """How many times as long that rank computes."""
+    """Factor by which that rank's compute is slower."""
 
     @classmethod
     def read(cls, raw: Any) -> "State":
@@ -143,7 +143,7 @@ class Session:
         return cls(profile, f"{graph.name} on {cluster.name}", captured=True)
 
     def about(self, _: State | None = None) -> dict[str, Any]:
-        """What the page needs before the first replay."""
+        """The page's data before the first replay."""
         nodes = self.profile.cluster.nodes if self.profile else ()
         node = nodes[0] if len(nodes) > 1 else None
         strategies = [RECORDED, *([OPTIMISED, *builders()] if self.profile else ())]
@@ -235,7 +235,7 @@ class Session:
         """Searches for the best strategy on these links, devices and workers; it is 'optimised' from then on."""
         state = self._checked(state)
         if self.profile is None:
-            raise OffbeatError("search: the trace does not tell the job's plan, so there is nothing to search in")
+            raise OffbeatError("search: the trace does not tell the job's plan, so there is nothing to search")
         here = state.model_copy(update={"strategy": RECORDED, "wire": "recorded"})
         plan, costs = self._plan(here)
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
@@ -259,7 +259,7 @@ class Session:
             if state.differs(kind):
                 raise OffbeatError(f"{kind}: {why}")
         if state.strategy not in (RECORDED, OPTIMISED, *builders()):
-            raise OffbeatError(f"strategy: there is no {quote(state.strategy)}; there are {', '.join(builders())}")
+            raise OffbeatError(f"strategy: unknown strategy {quote(state.strategy)}; known: {', '.join(builders())}")
         if state.strategy == OPTIMISED and not self._found:
             raise OffbeatError("strategy: 'optimised' is not known before a search")
         for field in () if self._planned(state) else ("wire", "workers"):
@@ -290,7 +290,7 @@ class Session:
         return choices
 
     def _served(self, name: str) -> int:
-        """Parts that a strategy puts on servers: the more, the longer its replay takes."""
+        """Shards that a strategy puts on servers; the replay time grows with them."""
         if self.profile is None or name in (RECORDED, OPTIMISED):
             return 0
         try:
@@ -330,8 +330,8 @@ class Session:
         served = _parts_on_servers(strategy)
         if served * cluster.world_size > MOST_SERVER_PARTS:
             raise OffbeatError(
-                f"strategy {strategy.name!r}: {served} parts on servers for {cluster.world_size} workers take too long "
-                f"for this page; offbeat replay has no such limit"
+                f"strategy {strategy.name!r}: {served} shards on servers for {cluster.world_size} workers take too "
+                f"long for this page; offbeat replay has no such limit"
             )
         moved = replace(moved, cluster=cluster, costs=costs, strategy=strategy)
         rest = [change for change in state.changes() if change.kind in ("compute", "wire", "straggler")]

@@ -1,4 +1,4 @@
-"""Report → one HTML file that works offline: styles, scripts and packed timelines are inside it.
+"""Write a report as one HTML file that works offline, with styles, scripts and packed timelines inside.
 
 Its Content-Security-Policy allows exactly the inlined style and script, by their digests, and no request to anywhere.
 Texts of a trace reach the page through the template's escaping, as JSON in which '<' is written as an escape, or packed
@@ -67,7 +67,7 @@ def render(report: Report) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """Text of a file beside this package's code."""
+    """Text of a file in this package."""
     return resources("offbeat.report").joinpath("assets", name).read_text("utf-8")
 
 
@@ -91,7 +91,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _numbers(report: Report) -> dict[str, Any]:
-    """What the scripts draw beside the timeline."""
+    """The data that the scripts draw in addition to the timeline."""
     what_ifs = report.help
     return {
         "parts": parts_legend(),

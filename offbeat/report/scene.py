@@ -1,4 +1,4 @@
-"""Timeline → Scene, spans in rows that do not overlap → packed bytes that the page's `Timeline.decode` reads.
+"""Arrange a timeline's spans in rows without overlap, and pack them for the page's `Timeline.decode`.
 
 A row is one lane of one track of one rank. Spans of a track that overlap go to further lanes, the first that is free;
 a track with more than `MOST_LANES` at once draws the rest over each other in the last lane. Ranks stand in groups, one
@@ -72,9 +72,9 @@ class Scene:
     start: Ints
     end: Ints
     busy: Ints
-    """Ticks in which a span runs; less than its length where it stands for several."""
+    """Ticks in which a span runs; less than its length if it represents several."""
     count: Ints
-    """Spans of the timeline that each stands for."""
+    """Spans of the timeline that each one represents."""
     kind: NDArray[np.int8]
     name: Ints
     bytes: Ints

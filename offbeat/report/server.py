@@ -1,4 +1,4 @@
-"""A Session → its live page on 127.0.0.1: a page, its styles and scripts, and replays in JSON.
+"""Serve a Session's live page on 127.0.0.1: the page, its styles and scripts, and replays in JSON.
 
 The page is for the user who started the server. Other users of the machine can reach the port, so the address holds a
 random token, and a request without it is refused: the page and its assets carry it in their query, requests for numbers
@@ -171,20 +171,20 @@ class Handler(BaseHTTPRequestHandler):
             content = json.dumps({"refused": str(error)})
         except Exception:
             _log.exception("the live page could not answer %s", self.path)
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; the terminal tells why")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "this could not be replayed; see the terminal")
             return
         self._reply(HTTPStatus.OK, "application/json", content.encode())
 
     def _body(self) -> Any:
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) != 1:
-            raise OffbeatError("Content-Length: it must be given once")
+            raise OffbeatError("Content-Length: must be given once")
         length = lengths[0].strip()
         if not (length.isascii() and length.isdecimal() and int(length[:9]) <= MOST_BODY_BYTES):
-            raise OffbeatError(f"Content-Length: it must be a number of at most {MOST_BODY_BYTES}")
+            raise OffbeatError(f"Content-Length: must be a number of at most {MOST_BODY_BYTES}")
         content = self.rfile.read(int(length))
         if len(content) < int(length):
-            raise ConnectionError("the client left before the end of its request")
+            raise ConnectionError("the client disconnected before the end of its request")
         return files.parse_json(content, "request", "state")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

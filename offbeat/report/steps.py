@@ -1,4 +1,4 @@
-"""Timeline → its steps: the spans under way in some of them, and the parts that a step consists of."""
+"""Divide a timeline into steps: the spans active in some of them, and the parts of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ class TimelineSteps:
         return len(self.bounds)
 
     def positions(self, first: int, last: int) -> NDArray[np.int64]:
-        """Positions of the spans under way from the beginning of step `first` to the end of step `last`, in order."""
+        """Positions of the spans active from the beginning of step `first` to the end of step `last`, in order."""
         return np.sort(self._under_way(first, last))
 
     def part(self, first: int, last: int) -> Timeline | None:

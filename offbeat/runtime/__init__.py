@@ -1,1 +1,1 @@
-"""Plan → training on torch.distributed."""
+"""Train by a Plan on torch.distributed."""

@@ -1,4 +1,4 @@
-"""Buffers of rank 0 → buffers of every rank, before the forwards that DDP sends them before.
+"""Broadcast rank 0's buffers before the same forwards as DDP.
 
 As DDP's broadcast_buffers: running statistics are rank 0's everywhere at each forward, in training or evaluation,
 unless the forward before it ran under no_grad() or no_sync(). The broadcast leaves when backward ends and is taken over
@@ -15,24 +15,24 @@ from offbeat.torch_private import registries, version_of
 
 
 class BufferKeeper:
-    """Broadcasts a model's buffers, one collective per element type."""
+    """Broadcasts a model's buffers, one collective per dtype."""
 
     def __init__(self, model: torch.nn.Module, channel: Channel, root: int) -> None:
         self.channel = channel
         self.root = root
-        """The rank whose values count."""
+        """The rank whose buffers are broadcast."""
         held = [registries(module)[1] for module in model.modules()]
         self.registries = held if channel.size > 1 and any(held) else []
-        """The dictionaries of all modules' buffers, as a module may replace its own."""
+        """The dictionaries of all modules' buffers, because a module may replace its own."""
         self.under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
-        """Broadcasts, the flat tensor that travels, and the buffers that it is for."""
+        """Broadcasts in flight: the flat tensor and the buffers that it is for."""
         self.due = True
         """Whether the next forward shares them."""
         self.shared = self._present()
-        """The buffers that were last sent, each with its version then."""
+        """The buffers that were last sent, each with its version at that time."""
 
     def _present(self) -> list[tuple[torch.Tensor, int]]:
-        """Each buffer, with how often it has been changed in place."""
+        """Each buffer, with its number of in-place changes."""
         found = {id(b): b for held in self.registries for b in held.values() if b is not None and b.numel()}
         return [(buffer, version_of(buffer)) for buffer in found.values()]
 
@@ -45,7 +45,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Starts the broadcast of rank 0's present values, if the next forward shares them."""
+        """Starts the broadcast of rank 0's current values, if the next forward shares them."""
         if not self.due:
             return
         self.drop()
@@ -59,7 +59,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Before a forward that shares them: every rank has rank 0's present values."""
+        """Before a forward that shares them: gives every rank rank 0's current values."""
         if self.due and self._changed():
             self.send()
         for work, flat, held in self.under_way:
@@ -71,7 +71,7 @@ class BufferKeeper:
         self.under_way.clear()
 
     def drop(self) -> None:
-        """Waits for what is under way and forgets it; it is sent again if the next forward needs it."""
+        """Waits for broadcasts in flight and drops them; they are sent again if the next forward needs them."""
         if self.under_way:
             self.shared = []
         for work, _, _ in self.under_way:
@@ -79,11 +79,11 @@ class BufferKeeper:
         self.under_way.clear()
 
     def follow(self, root: int) -> None:
-        """From now on this rank's values count."""
+        """From now on this rank's buffers are broadcast."""
         if root != self.root:
             self.drop()
             self.root, self.shared = root, []
 
     def adopt(self, other: "BufferKeeper") -> None:
-        """Goes on for another keeper of the same model."""
+        """Takes over from another keeper of the same model."""
         self.root, self.due, self.shared = other.root, other.due, other.shared

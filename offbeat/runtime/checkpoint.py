@@ -1,4 +1,4 @@
-"""Optimizer state spread over owners ↔ the state dict of a single-device optimizer.
+"""Convert between optimizer state spread over owners and the state dict of a single-device optimizer.
 
 What every replica updates has its state on every replica already. What has an owner, or is spread over the ranks, is
 put together from their parts when the state is saved, and taken apart when it is loaded. Saving is then a collective:
@@ -66,7 +66,7 @@ def gather_state(engine: Engine) -> dict[str, Any]:
 
 
 def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
-    """Loads a single device's state dict: every rank keeps what it updates."""
+    """Loads a single device's state dict: every rank keeps the state it updates."""
     engine.settle_all()
     base = engine.training.optimizer
     engine.owners.tell("load", state=whole)
@@ -113,7 +113,7 @@ def _spread_variables(engine: Engine) -> list[str]:
 
 
 def _held(engine: Engine) -> dict[str, list[Held]]:
-    """What this rank holds of spread variables; of what all replicas hold, the first replica's only."""
+    """The state that this rank holds of spread variables; of state on all replicas, only the first replica's."""
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
     first = engine.plan.rank == engine.plan.replicas[0]
     owned = list(engine.owners.optimizers.values())

@@ -1,4 +1,4 @@
-"""A model, its optimizer and a plan → the same model and optimizer, training on all ranks."""
+"""Attach a plan to a model and its optimizer, so that they train on all ranks."""
 
 import copy
 import logging
@@ -113,7 +113,7 @@ class Runtime:
     def _check(self, plan: Plan) -> tuple[Mode, str]:
         """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
         if plan.strategy.fsdp is not None:
-            raise StrategyError("fsdp: torch's fully_shard runs such a strategy, and only from the start of a job")
+            raise StrategyError("fsdp: a running job cannot switch to fully_shard; use it from the start")
         _check_messages(plan, self.optimizer_class, self.device)
         check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
@@ -152,16 +152,16 @@ class Runtime:
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
     def switch(self, plan: Plan) -> None:
-        """Goes on with another plan from the next step on. Parameters and optimizer state stay as they are.
+        """Switches to another plan from the next step on. Parameters and optimizer state do not change.
 
         Every rank must call it between two steps, with the same plan.
         """
         before = self.plan.strategy
         if len(self.plan.replicas) < self.world.size:
-            raise StrategyError("a job with servers that hold no replica keeps its plan and its model")
+            raise StrategyError("a job with servers that hold no replica cannot change its plan or its model")
         for aspect in ("recompute", "fusion", "precision", "accumulation"):
             if getattr(plan.strategy, aspect) != getattr(before, aspect):
-                raise StrategyError(f"a job under way cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
+                raise StrategyError(f"a running job cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
         mode, reason = self._check(plan)
         old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
@@ -209,12 +209,12 @@ class Runtime:
         self.engine.close(deadline)
 
     def fit_if_outdated(self) -> None:
-        """Between two passes: plans anew if something is known to have changed, as a step may come before a forward."""
+        """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
         if self.engine.outdated:
             self._fit_model()
 
     def _fit_model(self) -> None:
-        """Plans anew where the training loop has changed the model or the optimizer; all ranks come here alike."""
+        """Rebuilds the plan if the training loop has changed the model or the optimizer; all ranks call it together."""
         if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         graph = skeleton(self.model)
@@ -297,7 +297,7 @@ def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: tim
     check_unwrapped(model)
     parameters = variables_of(model, plan)
     if next(iter(parameters.values())).device.type != "cpu":
-        raise StrategyError(f"rank {plan.rank} holds no replica: such a server keeps its model on the CPU, on gloo")
+        raise StrategyError(f"rank {plan.rank} holds no replica: such a server needs its model on the CPU, and gloo")
     _check_messages(plan, type(optimizer), torch.device("cpu"))
     check_ranks_agree(plan, world)
     world.watch(range(world.size))
@@ -306,18 +306,18 @@ def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: tim
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
-    """Somebody else's averaging or sharding beside Offbeat's would corrupt the training."""
+    """Another averaging or sharding on top of Offbeat's would corrupt the training."""
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             where = f"its module {path!r}" if path else "it"
             raise StrategyError(
-                f"distribute() must be given the model itself, and {where} is wrapped in DistributedDataParallel: "
-                f"leave that out, or pass its .module"
+                f"distribute() needs the plain model, but {where} is wrapped in DistributedDataParallel: "
+                f"remove the wrapper, or pass its .module"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or is_flat_parameter(parameter):
             raise StrategyError(
-                f"parameter {name!r} is sharded already (FSDP or a DTensor): Offbeat distributes plain models only"
+                f"parameter {name!r} is already sharded (FSDP or a DTensor): Offbeat distributes plain models only"
             )
 
 
@@ -326,26 +326,26 @@ def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.
     for message in plan.messages:
         if message.asynchronous and device.type != "cpu":
             raise StrategyError(
-                f"variable {message.variables[0]!r} has an asynchronous parameter server, which NCCL cannot do: its "
-                f"sends and receives have no tags, so that gradients and answers would meet; use a synchronous one, or "
+                f"variable {message.variables[0]!r} has an asynchronous parameter server, which NCCL does not support: "
+                f"its sends and receives have no tags, so gradients and replies would mix; use a synchronous one, or "
                 f"train on CPUs"
             )
         if message.roots and device.type != "cpu":
             raise StrategyError(
-                f"variable {message.variables[0]!r} is summed by servers, which ranks on GPUs cannot do yet: their "
-                f"gradients would have to pass through host memory; use a strategy without servers, or train on CPUs"
+                f"variable {message.variables[0]!r} is summed by servers, which ranks on GPUs do not support yet: "
+                f"their gradients would pass through host memory; use a strategy without servers, or train on CPUs"
             )
         if message.stations and message.encoder.gathered:
             raise StrategyError(
-                f"encoder {message.encoder.name!r} of {message.variables[0]!r} cannot pass transfer stations, which "
-                f"add gradients up on the way; leave out its stations, or use fp16, bf16 or randomk"
+                f"encoder {message.encoder.name!r} of {message.variables[0]!r} does not work with transfer stations, "
+                f"which add up gradients on the way; remove its stations, or use fp16, bf16 or randomk"
             )
         if elementwise(optimizer_class) or (message.replicated and not message.staleness):
             continue
         if not per_variable(optimizer_class):
             raise StrategyError(
-                f"optimizer {optimizer_class.__name__} may look at several variables at once, but "
-                f"{message.variables[0]!r} would be updated apart from the others; use a strategy in which every "
+                f"optimizer {optimizer_class.__name__} may read several variables at once, but "
+                f"{message.variables[0]!r} would be updated separately from the others; use a strategy in which every "
                 f"replica updates everything, such as overlap"
             )
         whole = all(piece.shape == plan.graph.variable(piece.variable).shape for piece in message.pieces)
@@ -367,7 +367,7 @@ def variables_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Param
             here = list(found[name].shape)
             raise StrategyError(f"parameter {name!r} has shape {here}, the strategy was made for {list(shape)}")
     if found.keys() - known:
-        raise StrategyError(f"the strategy does not know the trainable parameter {min(found.keys() - known)!r}")
+        raise StrategyError(f"the strategy does not cover the trainable parameter {min(found.keys() - known)!r}")
     return {name: found[name] for name in known}
 
 
@@ -380,7 +380,7 @@ def check_ranks_agree(plan: Plan, world: World) -> None:
     for rank, theirs in others:
         if theirs != first[1]:
             what = "model" if theirs.split()[0] != first[1].split()[0] else "strategy"
-            raise StrategyError(f"rank {rank} has another {what} than rank {first[0]}")
+            raise StrategyError(f"rank {rank} has a different {what} than rank {first[0]}")
 
 
 def share_state(tensors: Iterable[torch.Tensor], world: World, root: int) -> None:

@@ -1,4 +1,4 @@
-"""An error of the communication backend → one that names the task and the ranks it was waiting for."""
+"""Turn an error of the communication backend into one that names the task and the ranks it was waiting for."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class WorkerLost(RuntimeError):
 def explain(plan: Plan, what: Synchroniser | str, task: Task | None = None) -> Generator[None, None, None]:
     """Turns a backend error into WorkerLost, naming what was waited for and the ranks that gave no sign of life.
 
-    Of a synchroniser that is the task, by default the first under way, and its variables.
+    Of a synchroniser that is the task, by default the first in flight, and its variables.
     """
     try:
         yield

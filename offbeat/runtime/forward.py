@@ -1,4 +1,4 @@
-"""Model → hooks that make each module wait for its own variables, and no others.
+"""Hooks that make each module wait for its own variables only.
 
 Which module uses a variable first is not always the one that owns it (attention modules read their projections' weights
 themselves), so the first training step is watched: a torch-function mode sees every call that is given a parameter, and

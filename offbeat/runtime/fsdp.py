@@ -1,4 +1,4 @@
-"""A model, its optimizer and a plan of fully sharded units → the same two objects, training by torch's `fully_shard`.
+"""Train with torch's `fully_shard` by a plan of fully sharded units.
 
 torch gathers, frees and reduces by hooks of its own; what is done here is to apply a strategy's choices to it. Every
 rank is given its own batch, and the loop stays that of a single device, as do the names and shapes in `state_dict()` of
@@ -109,7 +109,7 @@ class FsdpRuntime:
         return map_state(state, lambda index, _, value: _part(value, parameters.get(index)))
 
     def release(self) -> None:
-        raise StrategyError("this model is fully sharded already, which cannot be undone: distribute a new one")
+        raise StrategyError("this model is already fully sharded, which cannot be undone: distribute a new one")
 
 
 class FullyShardedModel(_Sharded):
@@ -135,7 +135,7 @@ class FullyShardedModel(_Sharded):
 
     @property
     def offbeat(self) -> Handle:
-        """The plan in force and a way to save it."""
+        """The current plan, and a way to save it."""
         return Handle(self._offbeat)
 
 
@@ -173,7 +173,7 @@ def _share_state(model: nn.Module, world: TorchWorld) -> None:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
-                raise StrategyError(f"{name!r} is on the meta device: fsdp needs a model with values")
+                raise StrategyError(f"{name!r} is on the meta device: fsdp needs an initialised model")
             if tensor.numel():
                 value = tensor.detach().to(world.device).contiguous()
                 world.broadcast(value, 0)
@@ -181,7 +181,7 @@ def _share_state(model: nn.Module, world: TorchWorld) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """The plain tensor that a DTensor's parts make, on the CPU; anything else as it is."""
+    """The plain tensor of a DTensor's shards, on the CPU; anything else unchanged."""
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 

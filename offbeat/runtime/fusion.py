@@ -1,4 +1,4 @@
-"""A strategy's regions → modules that run as one compiled function each.
+"""Run each region of a strategy as one compiled function.
 
 The modules of a region run one after another, each on what the one before has returned. The first one's forward
 computes all of them by one call of `torch.compile`d code, and the others pass on what they are given. What calls them
@@ -26,12 +26,12 @@ from offbeat.torch_private import backward_pass, has_forward_hooks
 log = logging.getLogger("offbeat")
 
 backend = "inductor"
-"""What torch.compile makes code with."""
+"""Options of torch.compile."""
 _numbers = count()
 
 
 def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """One compiled function that gives its arguments to the first, and to each other one what came before it."""
+    """One compiled function that passes its arguments to the first module and each output to the next."""
     first, *others = forwards
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -40,13 +40,13 @@ def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
             value = forward(value)
         return value
 
-    # Torch counts compilations by a function's code and gives up after eight: each region has code of its own.
+    # Torch counts compilations per code object and gives up after eight: each region gets its own code.
     run.__code__ = run.__code__.replace(co_name=f"region{next(_numbers)}")
     return torch.compile(run, backend=backend, dynamic=False)
 
 
 class Region:
-    """Modules that are compiled together, or one by one if they do not run one after another."""
+    """Modules compiled together, or separately if they do not run one after another."""
 
     def __init__(self, paths: Sequence[str], model: nn.Module, ready: Callable[[], bool]) -> None:
         """`ready` says whether forward need not be watched any more."""
@@ -55,13 +55,13 @@ class Region:
         self.ready = ready
         self.plain = [module.forward for module in self.modules]
         self.together: bool | None = True
-        """Whether the modules run one after another; None until that is known."""
+        """Whether the modules run one after another; None until known."""
         self.fast = False
-        """Whether the present forward runs compiled code. Recomputing in backward does as its forward did."""
+        """Whether the current forward runs compiled code. Recomputation in backward does as its forward did."""
         self.calling = False
         """Whether the module that calls them is running."""
         self.reached: tuple[int, Any] | None = None
-        """The last of the modules that ran in this call, and what it returned or passed on."""
+        """The last of the modules that ran in this call, and its output."""
         self.undo: list[Callable[[], None]] = []
         if len(paths) > 1:
             caller = _caller(paths, model)
@@ -98,11 +98,11 @@ class Region:
         return result
 
     def _broken(self, place: int) -> None:
-        """A module was not given what the one before returned, or was left out."""
+        """A module did not get the output of the one before, or was skipped."""
         if self.together:
             raise StrategyError(
-                f"fusion: {self.paths[place]!r} does not run on what {self.paths[place - 1]!r} returned in every "
-                f"step, so the two cannot be one region"
+                f"fusion: {self.paths[place]!r} does not take the output of {self.paths[place - 1]!r} in every "
+                f"step, so the two cannot form one region"
             )
         self._take_apart("they do not run one after another")
         self.compiled, self.reached = self._each(), None
@@ -131,7 +131,7 @@ class Region:
 
 
 def _caller(paths: Sequence[str], model: nn.Module) -> nn.Module | None:
-    """The module whose forward calls all of these, as far as can be told; lists of modules are never called."""
+    """The module whose forward calls all of these, as far as known; lists of modules are never called."""
     callers = set()
     for path in paths:
         parent = path.rpartition(".")[0]
@@ -142,7 +142,7 @@ def _caller(paths: Sequence[str], model: nn.Module) -> nn.Module | None:
 
 
 def _in_a_row(caller: nn.Module, modules: Sequence[nn.Module]) -> bool:
-    """Whether the caller is a sequence in which these follow each other."""
+    """Whether the caller is a sequence in which these are consecutive."""
     if not isinstance(caller, nn.Sequential) or type(caller).forward is not nn.Sequential.forward:
         return False
     members = list(caller)
@@ -154,7 +154,7 @@ def _in_a_row(caller: nn.Module, modules: Sequence[nn.Module]) -> bool:
 def fuse_regions(
     model: nn.Module, regions: Sequence[Sequence[str]], ready: Callable[[], bool]
 ) -> list[Callable[[], None]]:
-    """Compiles each region; returns what undoes it."""
+    """Compiles each region; returns functions that undo it."""
     paths = [path for region in regions for path in region]
     for path in paths:
         around = next((other for other in paths if path.startswith(f"{other}.")), None)
@@ -164,7 +164,7 @@ def fuse_regions(
 
 
 class Forward:
-    """What a module's forward is replaced by. Copies of the module have the one before."""
+    """The replacement of a module's forward. Copies of the module have the original."""
 
     def __init__(self, before: Callable[..., Any], call: Callable[..., Any]) -> None:
         update_wrapper(self, before)
@@ -179,7 +179,7 @@ class Forward:
 
 
 def replace_forward(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Gives a module another forward; returns what puts the one before back."""
+    """Replaces a module's forward; returns a function that restores it."""
     before = vars(module).get("forward")
     module.forward = call if isinstance(call, Forward) else Forward(module.forward, call)
 

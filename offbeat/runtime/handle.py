@@ -1,4 +1,4 @@
-"""A distributed model → what Offbeat does with it: `model.offbeat`."""
+"""`model.offbeat`: what Offbeat does with a distributed model."""
 
 import os
 import sys
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from offbeat.runtime.fsdp import FsdpRuntime
 
 QUIET_VARIABLE = "OFFBEAT_QUIET"
-"""Set to anything, it keeps Offbeat from telling its decisions on the terminal."""
+"""If set, Offbeat does not print its decisions."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan that was tried while training went on, or why none was."""
+    """A plan that was tried during training, or why none was."""
 
     step: int
     what: str
-    """In words: the plan, its step before and after, what was predicted, and whether it was kept."""
+    """In words: the plan, its step before and after, the prediction, and whether it was kept."""
     strategy: str = ""
-    """Name of the strategy that was tried; empty if none was."""
+    """Name of the tried strategy; empty if none was."""
     kept: bool = False
     predicted_seconds: float | None = None
     seconds_before: float | None = None
@@ -35,14 +35,14 @@ class Decision:
 
 
 class Handle:
-    """The plan in force, and the decisions that led to it."""
+    """The current plan, and the decisions that led to it."""
 
     def __init__(self, runtime: "Runtime | FsdpRuntime") -> None:
         self._runtime = runtime
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self._runtime.plan
 
     @property
@@ -52,29 +52,29 @@ class Handle:
 
     @property
     def settled(self) -> bool:
-        """Whether no other plan is being looked for or tried; the same on every rank at the same step."""
+        """Whether no other plan is being searched for or tried; the same on every rank at the same step."""
         return self._runtime.settled
 
     @property
     def history(self) -> tuple[Decision, ...]:
-        """What was tried so far, in order; on rank 0."""
+        """The decisions so far, in order; on rank 0."""
         return tuple(self._runtime.history)
 
     def timeline(self) -> Timeline:
-        """A step of the plan in force, predicted at the times recorded in this job; on rank 0, once "auto" has
+        """The predicted step of the current plan with the times recorded in this job; on rank 0, once "auto" has
         searched. The first call compiles for some seconds."""
         if self._runtime.predict is None:
             raise OffbeatError(
-                "model.offbeat.timeline(): no step has been recorded here; 'auto' records some, on rank 0"
+                "model.offbeat.timeline(): no step has been recorded here; only 'auto' records steps, on rank 0"
             )
         return self._runtime.predict(self.plan)
 
     def save_strategy(self, path: str | os.PathLike[str]) -> None:
-        """Writes the strategy in force, with which the next start can begin."""
+        """Saves the current strategy, so that the next run can start with it."""
         self.plan.strategy.save(Path(path))
 
     def summary(self) -> str:
-        """The plan in force and its history, in words."""
+        """The current plan and its history, in words."""
         plan = self.plan
         size = sum(message.bytes for message in plan.messages)
         first = (
@@ -93,7 +93,7 @@ class Handle:
 
 
 def tell(runtime: "Runtime", decision: Decision) -> None:
-    """Keeps a decision, and says it once, on rank 0's terminal."""
+    """Stores a decision, and prints it once on rank 0."""
     runtime.history.append(decision)
     if runtime.world.rank == 0 and not (runtime.quiet or os.environ.get(QUIET_VARIABLE)):
         print(f"offbeat, step {decision.step}: {decision.what}", file=sys.stderr, flush=True)

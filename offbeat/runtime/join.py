@@ -1,4 +1,4 @@
-"""Ranks with uneven data → the others train on until the last has run out.
+"""Uneven data: the other ranks keep training until the last one has run out.
 
 Before each forward and each step the ranks count who still has data, and whether the backward pass will be
 synchronised. A rank that has none left takes part in the others' steps with gradients of zero, as DDP's `join()` has
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join(runtime: "Runtime") -> Generator[None, None, None]:
-    """Around a training loop that may end earlier on some ranks; one forward for each backward pass."""
+    """Wraps a training loop that may end earlier on some ranks; one forward for each backward pass."""
     if any(message.asynchronous for message in runtime.plan.messages):
-        raise StrategyError("join() is for synchronous strategies: asynchronous servers wait for nobody anyway")
+        raise StrategyError("join() is for synchronous strategies: asynchronous servers never wait for other ranks")
 
     def before_forward() -> None:
         if torch.is_grad_enabled() and runtime.model.training:
@@ -55,7 +55,7 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
 
 
 def _accompany(runtime: "Runtime") -> None:
-    """Takes part in what the ranks that have data left do, and adds nothing to it."""
+    """Follows the ranks that still have data, without contributing."""
     while (met := _meet(runtime, active=False)).active:
         if met.step:
             runtime.engine.step()
@@ -76,14 +76,14 @@ def _accompany(runtime: "Runtime") -> None:
 
 
 class Met(NamedTuple):
-    """What the ranks that have data left are about to do."""
+    """The next action of the ranks that still have data."""
 
     active: bool
-    """There are such ranks."""
+    """Whether there are such ranks."""
     step: bool
-    """They take a step; else they begin a forward."""
+    """Whether they take a step; otherwise they begin a forward."""
     synchronise: bool
-    """The forward's backward pass will be synchronised."""
+    """Whether the forward's backward pass will be synchronised."""
 
 
 def _meet(runtime: "Runtime", *, active: bool = True, step: bool = False, synchronise: bool = False) -> Met:

@@ -1,4 +1,4 @@
-"""A parameter whose gradient or value may still be on its way → one that is brought up to date when somebody looks.
+"""Parameters with a pending gradient or value, which are brought up to date when they are accessed.
 
 Three classes stand in for `torch.nn.Parameter`, each a subclass of the one before, and a parameter's `__class__` says
 which applies: `WatchedParameter` tells its watcher when it is frozen or unfrozen; `LazyGradParameter` asks before
@@ -51,7 +51,7 @@ class WatchedParameter(torch.nn.Parameter):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
-        """A plain parameter, which takes no part in the job."""
+        """A plain parameter, detached from the job."""
         if id(self) not in memo:
             copied = self.detach().clone(memory_format=torch.preserve_format)
             memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
@@ -82,7 +82,7 @@ class LazyGradParameter(WatchedParameter):
 
 
 class PendingParameter(LazyGradParameter):
-    """A parameter with an update outstanding, which is applied before anything reads or writes its value."""
+    """A parameter with a pending update, which is applied before its value is read or written."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -101,7 +101,7 @@ _METADATA = frozenset(
     + [torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride]
     + [torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous, torch.Tensor.element_size]
 )
-"""What may be done with a parameter without its value."""
+"""Functions that do not need the parameter's value."""
 
 
 def outside_inference_mode(bring: Callable[Given, None]) -> Callable[Given, None]:
@@ -116,17 +116,17 @@ def outside_inference_mode(bring: Callable[Given, None]) -> Callable[Given, None
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient as it is, without asking anybody."""
+    """The stored gradient, without bringing it up to date."""
     return _gradient.__get__(parameter)
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Replaces the gradient without telling anybody."""
+    """Replaces the gradient without notifying anyone."""
     _gradient.__set__(parameter, value)
 
 
 def watch(parameter: torch.nn.Parameter, watcher: "Engine", *, lazy: bool) -> None:
-    """From now on `watcher` is told of this parameter's freezing and, if `lazy`, asked for its gradient."""
+    """Notifies `watcher` when this parameter is frozen or unfrozen and, if `lazy`, asks it for the gradient."""
     if can_be_lazy(parameter):
         parameter.__class__ = LazyGradParameter if lazy else WatchedParameter
         parameter._offbeat_watcher = watcher
@@ -140,12 +140,12 @@ def unwatch(parameter: torch.nn.Parameter) -> None:
 
 
 def can_be_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether accesses to this parameter can be noticed: other subclasses of Parameter are left alone."""
+    """Whether accesses to this parameter can be intercepted: other subclasses of Parameter are left alone."""
     return type(parameter) in (torch.nn.Parameter, *_KINDS)
 
 
 def set_pending(parameters: Iterable[torch.nn.Parameter], pending: bool) -> None:
-    """Marks lazy parameters as having an update outstanding, or as up to date."""
+    """Marks lazy parameters as having a pending update, or as up to date."""
     before, after = LazyGradParameter, PendingParameter
     if not pending:
         before, after = after, before
@@ -155,10 +155,10 @@ def set_pending(parameters: Iterable[torch.nn.Parameter], pending: bool) -> None
 
 
 class AliasCheck:
-    """Finds out whether anybody but the model and the engine holds a view of a parameter's memory."""
+    """Detects views of a parameter's memory held outside the model and the engine."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], before: "AliasCheck | None" = None) -> None:
-        """To be made before the engine takes views of its own; `before` is the check of the engine before this one."""
+        """Create it before the engine takes its own views; `before` is the check of the previous engine."""
         self.parameters = list(parameters)
         memory = [parameter.untyped_storage().data_ptr() for parameter in self.parameters]
         sharing = Counter(memory)
@@ -166,7 +166,7 @@ class AliasCheck:
             id(parameter): (place, max(0, storage_users(parameter) - sharing[place] - 1))
             for parameter, place in zip(self.parameters, memory, strict=True)
         }
-        """Where each parameter lies, and how many views others held of it at the start."""
+        """The place of each parameter, and the number of foreign views at the start."""
         self.expected: dict[int, int] = {}
         known = {} if before is None else before.expected
         self.held = frozenset(
@@ -174,17 +174,17 @@ class AliasCheck:
             for parameter in self.parameters
             if (before.any([parameter]) if before and id(parameter) in known else self.others[id(parameter)][1])
         )
-        """Parameters (by id) of which somebody else held a view, so that they must stay where they are."""
+        """Parameters (by id) with foreign views, which must not be moved."""
 
     def count_own(self) -> None:
-        """Takes every view that has been added since for the engine's."""
+        """Counts every view added since as the engine's."""
         for parameter in self.parameters:
             place, others = self.others[id(parameter)]
             moved = parameter.untyped_storage().data_ptr() != place
             self.expected[id(parameter)] = storage_users(parameter) - (0 if moved else others)
 
     def any(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether somebody else holds a view of one of these."""
+        """Whether one of these has a foreign view."""
         expected = self.expected
         with disable_torch_function():
             return any(storage_users(parameter) > expected[id(parameter)] for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Runtimes of this process → a clean end, however the script ends.
+"""Shut down all runtimes of this process cleanly, however the script ends.
 
 A backend's thread that needs the interpreter while it goes down, for a callback or because a wait has ended, aborts the
 process. So before the interpreter does, every runtime waits for what it has put on the wire, breaks off what does not
@@ -20,27 +20,27 @@ from typing import Any, Protocol
 log = logging.getLogger("offbeat")
 
 GRACE_SECONDS = 30.0
-"""How far other ranks may be behind at the end; one that hangs must not keep this one from ending."""
+"""How far other ranks may be behind at the end; a hanging rank must not keep this one from ending."""
 FAILED_GRACE_SECONDS = 1.0
-"""The same where the script has failed, and the job with it."""
+"""The same if the script, and so the job, has failed."""
 LAST_RESORT_SECONDS = 60.0
 """After the grace time: a process that still hangs then, such as in a GPU's driver whose peer has died, is ended."""
 CALLBACK_SECONDS = 0.05
-"""A thread that has run a Python callback may still have to let go of it."""
+"""Time for a thread that has run a Python callback to release it."""
 
 
 class Closable(Protocol):
     """What must end before the interpreter does."""
 
     def close(self, deadline: float) -> None:
-        """Waits for what is under way until `deadline` (time.monotonic) and lets go of threads and connections."""
+        """Waits for collectives in flight until `deadline` (time.monotonic) and releases threads and connections."""
 
 
 _alive: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_at_exit(runtime: Closable) -> None:
-    """Sees to it that `runtime` is closed before the interpreter goes down."""
+    """Makes sure that `runtime` is closed before the interpreter shuts down."""
     if not len(_alive):
         # Registered late, so that it runs before what torch itself has registered.
         atexit.unregister(_at_exit)
@@ -49,7 +49,7 @@ def close_at_exit(runtime: Closable) -> None:
 
 
 def script_failed() -> bool:
-    """Whether the interpreter ends by an exception that nobody has caught, Ctrl-C too: Python notes it there."""
+    """Whether the interpreter ends by an uncaught exception, including Ctrl-C."""
     return hasattr(sys, "last_type")
 
 
@@ -102,4 +102,4 @@ class Callbacks:
 
 
 callbacks = Callbacks()
-"""Of this process: whoever asked for one may be gone before its collective has ended."""
+"""Per process: the caller may be gone before its collective has ended."""

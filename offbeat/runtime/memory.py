@@ -1,5 +1,5 @@
-"""A strategy's decisions about computing → a model that compiles regions (`fusion.py`), recomputes modules, runs under
-autocast, or works in micro-batches."""
+"""Apply a strategy's compute decisions to a model: compiled regions (`fusion.py`), recomputation, autocast,
+micro-batches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def apply_memory_strategy(
 
 
 def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward that keeps its inputs only, and is repeated in backward."""
+    """A forward that keeps only its inputs and is repeated in backward."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

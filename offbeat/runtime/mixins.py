@@ -1,6 +1,6 @@
 """What distribute() adds to the classes of a model and of an optimizer.
 
-Both stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and `isinstance` go on as
+Both stay the user's objects: only their classes gain a mixin, so that state dicts, schedulers and `isinstance` work as
 before. Copies and pickles are plain again: they take no part in the job.
 """
 
@@ -32,7 +32,7 @@ class DistributedModel(ModelHooks):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Gradients of backward passes inside stay local and accumulate, as with DDP."""
+        """Keeps gradients of backward passes inside local and accumulates them, as with DDP."""
         # A forward inside may replace the engine.
         runtime = self._offbeat
         before, runtime.engine.arrivals.synchronise = runtime.engine.arrivals.synchronise, False
@@ -42,11 +42,11 @@ class DistributedModel(ModelHooks):
             runtime.engine.arrivals.synchronise = before
 
     def join(self) -> AbstractContextManager[None]:
-        """Around a training loop that some ranks leave earlier than others, because they have less data."""
+        """Wraps a training loop that some ranks leave early because they have less data."""
         return join(self._offbeat)
 
     def flush(self) -> None:
-        """Waits for outstanding updates, stale ones included, so that every parameter holds its newest value."""
+        """Waits for pending updates, including stale ones, so that every parameter has its newest value."""
         self._offbeat.engine.drain()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -54,7 +54,7 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.zero_grad(set_to_none, self.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A plain model with the newest values, which takes no part in the job."""
+        """A plain model with the newest values, detached from the job."""
         return self._offbeat.plain_copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,19 +62,19 @@ class DistributedModel(ModelHooks):
         return _as(self._offbeat.plain_copy({}))
 
     def _before_conversion(self) -> None:
-        """The plan is made anew."""
+        """The plan is rebuilt."""
         self._offbeat.engine.settle_all()
         self._offbeat.engine.outdated = True
 
     def _before_wrapping(self, wrapper: str) -> None:
         raise StrategyError(
-            f"this model is distributed by Offbeat already: leave out {wrapper}, which would exchange its gradients "
+            f"Offbeat already distributes this model: remove {wrapper}, which would exchange its gradients "
             f"a second time"
         )
 
     @property
     def offbeat(self) -> Handle:
-        """The plan in force, its history, and a way to save it."""
+        """The current plan, its history, and a way to save it."""
         return Handle(self._offbeat)
 
 
@@ -83,7 +83,7 @@ class OuterModel(DistributedModel):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The same model without this attribute, so that code which unwraps models comes to an end."""
+        """The same model without this attribute, so that code which unwraps models terminates."""
         own = registries(self)[2].get("module")
         if own is not None:
             return own
@@ -109,7 +109,7 @@ class DistributedOptimizer(_Optimizer):
         if self._offbeat.before_step:
             raise StrategyError("step() with a closure inside join(): ranks without data could not follow it")
         if not engine.all_replicated:
-            raise StrategyError("an optimizer that takes a closure needs variables that every replica updates")
+            raise StrategyError("step() with a closure needs a strategy in which every replica updates every variable")
         return engine.closure_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -123,14 +123,14 @@ class DistributedOptimizer(_Optimizer):
         self._offbeat.engine.outdated = True
 
     def state_dict(self) -> dict[str, Any]:
-        """As a single device's; where a strategy spreads state over ranks, every rank must call it."""
+        """A single device's state dict; if a strategy spreads state over ranks, every rank must call it."""
         return gather_state(self._offbeat.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         scatter_state(self._offbeat.engine, state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """A plain optimizer, which takes no part in the job."""
+        """A plain optimizer, detached from the job."""
         return copy.deepcopy(self._offbeat.plain_optimizer(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

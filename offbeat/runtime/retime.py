@@ -1,4 +1,4 @@
-"""When gradients really become ready → a better issue order, agreed by all ranks.
+"""Build a better issue order from measured ready times, agreed by all ranks.
 
 Estimates made before the job started know nothing of the load it runs under. So the first steps are timed in place:
 when each message is complete, in which order forward uses variables, what a collective costs on an idle link (PACE's
@@ -26,9 +26,9 @@ log = logging.getLogger("offbeat")
 REBUILD_AT = (4, 8, 20)
 """Steps after which the order is rebuilt in any case."""
 CHECK_EVERY = 50
-"""Steps between two looks at whether the times have drifted."""
+"""Steps between two checks for drifted times."""
 OBSERVED_STEPS = 4
-"""Before every look, in which collectives are timed."""
+"""Steps before every check, in which collectives are timed."""
 DRIFT = 0.15
 """Share of the backward time by which ready times may move, and of their own by which collectives may become longer or
 shorter, before the order is rebuilt."""
@@ -36,7 +36,7 @@ LONG_ENOUGH_SECONDS = 0.02
 SLACK_SECONDS = 1e-3
 """A task that is planned earlier than its gradient is ready stalls the whole queue, one planned later costs little."""
 MOST_SLOWED = 4.0
-"""By which factor the job's collectives are believed to differ from those on an idle link, at the most."""
+"""Maximum factor by which the job's collectives are assumed to differ from those on an idle link."""
 
 
 def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Gener
 
 
 class CollectiveTimings:
-    """An engine's timekeeper: learns for how long its collectives keep the link busy."""
+    """An engine's timekeeper: learns how long its collectives keep the link busy."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -91,7 +91,7 @@ class CollectiveTimings:
         self.spans.setdefault(step, []).append((issued, finished, task.wire_bytes))
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: Moment, end: Moment) -> None:
-        """Only what is on the link counts here."""
+        """Only collectives on the link count here."""
 
     def slowdown(self, count: int, latency: float, per_byte: float) -> float | None:
         """Median of (seconds busy / seconds by a linear fit) over the steps of which so many collectives have ended;
@@ -108,7 +108,7 @@ class CollectiveTimings:
 
 
 class Retimer:
-    """Watches an engine's ready times and keeps its issue order fit for them."""
+    """Watches an engine's ready times and keeps its issue order suited to them."""
 
     def __init__(
         self, engine: Engine, use_order: dict[str, int], device: torch.device, link: tuple[float, float]
@@ -142,12 +142,12 @@ class Retimer:
         return step in REBUILD_AT or (step > REBUILD_AT[-1] and step % CHECK_EVERY == 0)
 
     def _observe(self) -> None:
-        """Times the collectives of the last steps before a look."""
+        """Times the collectives of the last steps before a check."""
         soon = any(self._looks_after(self.engine.steps + ahead) for ahead in range(1, OBSERVED_STEPS + 1))
         self.engine.reports.timekeeper = self.timings if soon else None
 
     def _agreed_ready(self) -> list[float]:
-        """Seconds after which each message was complete on the slowest rank, in the median of the steps seen."""
+        """Seconds after which each message was complete on the slowest rank, as the median of the observed steps."""
         for moment in self.seen[-1][1]:
             # Later than these nothing must be known, and by then all collectives of the steps before have ended.
             self.clock.wait(moment)

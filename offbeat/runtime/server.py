@@ -1,4 +1,4 @@
-"""A rank that holds no replica → a parameter server, until the replicas have ended.
+"""Run a rank without a replica as a parameter server until the replicas have ended.
 
 It has the same model and optimizer as they have, and follows the same plan with gradients of zero: what it owns is
 reduced to it, it applies the update with its own optimizer state and sends the parameters back. The first replica tells
@@ -24,7 +24,7 @@ from offbeat.runtime.unit_optimizer import UnitOptimizer
 
 
 class Server:
-    """One rank's part of a plan, where it holds no replica."""
+    """One rank's part of a plan, on a rank without a replica."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Server:
         close_at_exit(self)
 
     def serve(self) -> None:
-        """Does what the first replica says until it says that the job has ended."""
+        """Follows the first replica's commands until the job has ended."""
         while True:
             with explain(self.training.plan, what="the next step of the replicas"):
                 command, facts = self.commands.next()
@@ -64,17 +64,17 @@ class Server:
         self.channels.close()
 
     def close(self, deadline: float) -> None:
-        """Lets go of the network before the interpreter ends."""
+        """Closes the network connections before the interpreter ends."""
         self.channels.close(deadline)
 
     def _finish(self) -> None:
-        """Waits for parameters that are on their way back."""
+        """Waits for parameters on their way back."""
         for each in self.mine:
             with explain(self.training.plan, each):
                 each.finish()
 
     def _backward(self) -> None:
-        """A backward pass of the replicas has begun: joins in with gradients of zero."""
+        """Joins a backward pass of the replicas with gradients of zero."""
         self._finish()
         self.owners.prepared = self.owners.reduced = False
         for each in self.mine:
@@ -98,7 +98,7 @@ class Server:
         values: dict[str, torch.Tensor],
         gradients: dict[str, torch.Tensor | None] | None,
     ) -> None:
-        """Applies what has arrived, or the gradients that the training loop has made of it, and sends values back."""
+        """Applies the arrived gradients, or the training loop's changes of them, and sends values back."""
         parameters = self.training.parameters
         for group, told in zip(self.training.optimizer.param_groups, groups, strict=True):
             group.update(told)
@@ -152,7 +152,7 @@ class Server:
                 each.drop()
 
     def _state(self) -> None:
-        """Sends the first replica the optimizer's state of what this rank owns."""
+        """Sends the first replica the optimizer state of the messages this rank owns."""
         self._finish()
         names = {id(parameter): name for name, parameter in self.training.parameters.items()}
         held = [

@@ -1,4 +1,4 @@
-"""A model and its optimizer → whether the training loop has changed them since.
+"""Detect changes that the training loop made to a model or its optimizer.
 
 Layers may be replaced, parameters frozen, unfrozen or given to the optimizer later. A plan made before then no longer
 fits, and ranks would drift apart silently. Torch tells of every parameter and module that is registered anywhere; only
@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from offbeat.runtime.engine import Engine
 
 _registrations = [0]
-"""Their number: torch's hooks are the process's, so there is one count."""
+"""Number of registrations: torch's hooks are per process, so there is one count."""
 _watched: set[int] = set()
 """The modules, by id, in which they count."""
 
 
 @cache
 def watch_structure() -> None:
-    """Counts from now on what is registered in the modules of distributed models."""
+    """Starts counting registrations in the modules of distributed models."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
@@ -37,7 +37,7 @@ def _count(module: torch.nn.Module, *_: Any) -> None:
 
 
 class Structure:
-    """What a model and its optimizer held when a plan was made for them."""
+    """The content of a model and its optimizer when a plan was made for them."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.model = model
@@ -49,7 +49,7 @@ class Structure:
         self.optimized = self._optimized()
 
     def changed(self, engine: Engine) -> bool:
-        """Whether they hold something else now."""
+        """Whether their content has changed."""
         optimized = self._optimized()
         if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:
             return False

@@ -1,4 +1,4 @@
-"""Some of an optimizer's parameters, or pieces of them → an update of just these."""
+"""Update a subset of an optimizer's parameters, or pieces of them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -12,12 +12,12 @@ from offbeat.runtime.lazy import set_gradient
 from offbeat.torch_private import clear_step_hooks
 
 PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
-"""torch.optim classes that treat every variable alone, so that variables can be updated one after another."""
+"""torch.optim classes that treat every variable separately, so that variables can be updated one after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is updated at once: a variable, or a piece of one seen as a parameter."""
+    """What is updated at once: a variable, or a piece of one viewed as a parameter."""
 
     parameter: torch.nn.Parameter
     """The variable it is, or is a piece of."""
@@ -70,14 +70,14 @@ class UnitOptimizer:
             self.optimizer.state = defaultdict(dict)
 
     def refresh(self) -> None:
-        """Takes the hyperparameters as they are now; a scheduler may change them before the update is applied."""
+        """Takes the current hyperparameters; a scheduler may change them before the update is applied."""
         for mine, group in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key, value in self.base.param_groups[group].items():
                 if key != "params":
                     mine[key] = value
 
     def find_pieces(self) -> None:
-        """Sees pieces where their variables lie now: the training loop may have given these another memory."""
+        """Finds pieces at the current place of their variables: the training loop may have moved these."""
         for unit in self.units:
             if unit.box is not None:
                 piece = unit.parameter.data[unit.box]
@@ -112,10 +112,10 @@ def group_of(optimizer: Optimizer) -> dict[int, int]:
 
 
 def per_variable(optimizer_class: type[Optimizer], names: Collection[str] = PER_VARIABLE) -> bool:
-    """Whether this class of torch's treats every variable alone."""
+    """Whether this torch class treats every variable separately."""
     return optimizer_class.__module__.startswith("torch.optim") and optimizer_class.__name__ in names
 
 
 def elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether this class of torch's treats every element alone."""
+    """Whether this torch class treats every element separately."""
     return per_variable(optimizer_class, ELEMENTWISE)

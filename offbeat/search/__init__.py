@@ -1,1 +1,1 @@
-"""A model, a cluster and what is known of their speed → the best Strategy, or the Frontier of the good ones."""
+"""Search for the best Strategy for a model on a cluster, or for the Frontier of good ones."""

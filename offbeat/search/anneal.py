@@ -1,4 +1,4 @@
-"""Gradients + Arrangement → a better Arrangement: simulated annealing over dPRO's moves.
+"""Improve an arrangement of gradients by simulated annealing over dPRO's moves.
 
 Beyond the papers: the greedy passes look at one border or one message at a time and stop where no single change helps.
 Here a move sets, removes or shifts a border, changes the number of parts of a message or its urgency, and a longer step
@@ -32,7 +32,7 @@ SLICE_PENALTY = 1e-7
 def anneal(
     gradients: Gradients, start: Arrangement, *, seed: int = 0, rounds: int | None = None, deadline: float | None = None
 ) -> Arrangement:
-    """The best arrangement met. With `rounds` the walk does not look at the clock, and so repeats exactly."""
+    """The best arrangement found. With `rounds` the walk ignores the clock, and so repeats exactly."""
     seconds, _, made, _ = gradients.run(start)
     best, shortest = start, float(seconds * (1 + SLICE_PENALTY * made))
     floor = bound(gradients, start.barrier) * (1 + _GAIN)
@@ -55,7 +55,7 @@ def anneal(
 
 
 def bound(gradients: Gradients, barrier: bool) -> float:
-    """No arrangement makes a shorter step: cuts are free, and one collective pays its overhead."""
+    """A lower bound of the step of any arrangement: cuts are free, and one collective pays its overhead."""
     forward = float(gradients.before.sum() + gradients.update.sum()) + gradients.after
     compute = gradients.backward + gradients.gap + forward
     busy = gradients.wire * gradients.per_byte

@@ -1,4 +1,4 @@
-"""Arrangements of a step's gradients ↔ strategies that run them."""
+"""Convert between arrangements of a step's gradients and strategies."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def explicit(
     schedule = Schedule(
         policy="explicit" if issued else "fifo",
         order=issued,
-        # An order is kept by one message at a time: two under way share the link.
+        # Only one message at a time keeps the order: two in flight share the link.
         in_flight=1,
         mode="barrier" if barrier else kept,
     )

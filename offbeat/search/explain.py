@@ -1,4 +1,4 @@
-"""Strategy + ModelGraph + ClusterSpec + Costs → Explanation: what it gains, and which of its decisions matter.
+"""Explain a strategy: its predicted gain, and which of its decisions matter.
 
 Each decision is undone on its own and the rest replayed; what the step loses is what the decision is worth.
 """
@@ -22,22 +22,22 @@ from offbeat.strategy import Encoder, FullyShard, Shard, Slice, Strategy, build_
 from offbeat.units import format_bytes, format_seconds, format_speedup
 
 BUILDERS = ("overlap", "horovod", "all_reduce", "wfbp", "tictac", "sharded")
-"""What a strategy is compared with, beside DDP."""
+"""Builders that a strategy is compared with, besides DDP."""
 _NAMES = {"ddp": "DDP"}
-_UNTIMED = " (a guess: what that takes was not timed)"
+_UNTIMED = " (an estimate: its time was not measured)"
 _MATTERS = 1e-3
-"""Share of the step below which a decision is not named in the text."""
+"""Decisions that change the step by a smaller share are left out of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One thing the strategy does, and the step without it."""
+    """One decision of a strategy, and the step without it."""
 
     name: str
     what: str
     without_seconds: float
     worth_seconds: float
-    """By how much the step would be longer; negative if the decision does harm."""
+    """How much longer the step would be; negative if the decision makes it slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Explanation:
     next_builder_seconds: float
     compute_seconds: float
     network_seconds: float
-    """Time for which the busiest link is taken."""
+    """Busy time of the busiest link."""
     measured: bool
-    """Whether `step_seconds` was measured, because the strategy is the one that ran."""
+    """Whether `step_seconds` was measured, because this strategy ran."""
     recorded: bool
     """Whether times are relative to a step that was measured."""
     decisions: tuple[Decision, ...]
-    """The one that is worth most comes first."""
+    """Most valuable first."""
 
     @property
     def bound_seconds(self) -> float:
@@ -66,7 +66,7 @@ class Explanation:
 
     @property
     def speedup_over_ddp(self) -> float:
-        """1.25 means that DDP's step is 1.25 times as long."""
+        """1.25: DDP's step is 1.25 times as long."""
         return self.ddp_seconds / self.step_seconds if self.step_seconds else 1.0
 
     @property
@@ -74,13 +74,13 @@ class Explanation:
         return self.next_builder_seconds / self.step_seconds if self.step_seconds else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All values, for JSON."""
         # Of a recorded job there is one bound, the measured one, which the diagnosis has.
         derived = ("speedup_over_ddp", "speedup_over_next", *(() if self.recorded else ("bound_seconds",)))
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def text(self) -> str:
-        """A few sentences for people."""
+        """A few readable sentences."""
         limit = "the network" if self.network_seconds >= self.compute_seconds else "compute"
         above = max(1.0, self.step_seconds / self.bound_seconds) if self.bound_seconds else 1.0
         others = {self.next_builder: self.next_builder_seconds, "ddp": self.ddp_seconds}
@@ -147,7 +147,7 @@ def explain(
 
 
 def _compute_seconds(plan: Plan, costs: Costs) -> float:
-    """The slowest rank's step if nothing had to be sent."""
+    """The slowest rank's step without communication."""
     roles = find_roles(plan, costs.compute_scale)
     updates = sum(variable_updates(plan).values())
     size = sum(variable.bytes for variable in plan.graph.gradient_order)
@@ -157,13 +157,13 @@ def _compute_seconds(plan: Plan, costs: Costs) -> float:
 
 
 def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str, str, Strategy]]:
-    """(name, what is done, the strategy without it) for each decision the strategy has taken."""
+    """(name, description, the strategy without it) for each decision of the strategy."""
     schedule = strategy.schedule
     if strategy.fsdp is not None:
         yield from _undone_choices(strategy, strategy.fsdp, plan.graph)
         return
     if schedule.mode != "barrier":
-        yield "mode", "updates reach into the next forward", rescheduled(strategy, mode="barrier")
+        yield "mode", "updates overlap the next forward", rescheduled(strategy, mode="barrier")
     gradients = gradients_of(plan, costs, coarsen=False)
     if gradients is not None and any(len(message.variables) > 1 for message in plan.messages):
         what = f"{len(plan.graph.gradient_order)} gradients share {len(plan.messages)} messages"
@@ -176,19 +176,19 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
     uncut = rescheduled(strategy, slice_bytes=None, order=whole)
     if uncut.schedule != schedule:
         cuts = len(plan.communication) - len(plan.messages)
-        yield "slicing", f"messages are cut {cuts} times so that urgent ones can pass", uncut
+        yield "slicing", f"messages are cut {cuts} times so that urgent ones can overtake", uncut
     if schedule.policy != "fifo":
         yield (
             "order",
-            "what the next forward needs first goes first",
+            "messages needed first by the next forward go first",
             rescheduled(strategy, policy="fifo", order=(), pinned=False),
         )
     if schedule.credit_bytes is not None:
-        what = f"up to {format_bytes(schedule.credit_bytes)} of messages are under way at once"
+        what = f"up to {format_bytes(schedule.credit_bytes)} of messages are in flight at once"
         yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
     yield from _undone_modules(strategy, plan.graph)
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
-        what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages travel by {kind}"
+        what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages use {kind}"
 
         def reduced(shard: Shard, kind: str = kind) -> Shard:
             return Shard(group=shard.group) if shard.synchronizer == kind else shard
@@ -213,7 +213,7 @@ def _undone_modules(strategy: Strategy, graph: ModelGraph) -> Iterator[tuple[str
     fused = _UNTIMED if {*strategy.fusion} - timed["compiled"] else ""
     for name, what, none in (
         ("accumulation", f"the batch is computed in {strategy.accumulation} micro-batches", 1),
-        ("recompute", f"{len(strategy.recompute)} modules are computed again in backward{again}", ()),
+        ("recompute", f"{len(strategy.recompute)} modules are recomputed in backward{again}", ()),
         ("fusion", f"{len(strategy.fusion)} regions are compiled{fused}", ()),
         ("precision", f"forward runs under autocast to {strategy.precision}", None),
     ):
@@ -227,7 +227,7 @@ def _undone_choices(strategy: Strategy, fsdp: FullyShard, graph: ModelGraph) -> 
     alone = fsdp.model_copy(update={"units": {}})
     changes: list[tuple[str, str, FullyShard]] = []
     if fsdp.wrapped:
-        changes.append(("units", f"{len(fsdp.wrapped)} modules are gathered and reduced one by one", alone))
+        changes.append(("units", f"{len(fsdp.wrapped)} modules are gathered and reduced separately", alone))
     if kept:
         freed = fsdp.model_copy(update={"units": dict.fromkeys(fsdp.wrapped, True)})
         changes.append(("reshard", f"{kept} of them stay gathered until backward", freed))
@@ -236,7 +236,7 @@ def _undone_choices(strategy: Strategy, fsdp: FullyShard, graph: ModelGraph) -> 
         changes.append(("prefetch", f"modules are gathered {fsdp.prefetch} ahead", ahead))
     if fsdp.replicas > 1:
         single = fsdp.model_copy(update={"replicas": 1})
-        changes.append(("replicas", f"{fsdp.replicas} groups of ranks hold all parts each", single))
+        changes.append(("replicas", f"{fsdp.replicas} groups of ranks each hold all shards", single))
     for name, what, changed in changes:
         yield name, what, strategy.model_copy(update={"fsdp": changed})
     yield from _undone_modules(strategy, graph)

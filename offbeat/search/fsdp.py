@@ -1,4 +1,4 @@
-"""Problem → FSDP2 strategies: starting points of a search under a memory limit, and the neighbours of one.
+"""FSDP2 strategies: starting points of a search under a memory limit, and their neighbours.
 
 Recomputation and micro-batches come from the same passes as for other strategies; here are the choices of `fully_shard`
 itself.
@@ -14,7 +14,7 @@ from offbeat.units import parse_bytes
 SPARE = 0.1
 """Share of a device's memory that 'auto' leaves to the process, the allocator and the estimate's error."""
 UNIT_SHARES = (1 / 8, 1 / 32)
-"""Sizes of units that are tried beside the model's blocks, as shares of the model."""
+"""Unit sizes tried in addition to the model's blocks, as shares of the model."""
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the units that are tried, to be kept after forward or to be recomputed."""
 DEEPEST = 4

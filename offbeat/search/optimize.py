@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec (+ Costs) → the fastest Strategy that fits: dPRO's optimiser, by replay alone.
+"""Find the fastest strategy that fits, by replay alone: dPRO's optimiser.
 
 Algorithm 1 of dPRO with its search speed-ups, each of which can be switched off: the coarsened view (`coarsen`),
 partial replay (`partial_replay`) and symmetry (`symmetry`). The search starts from the best of the builders, so it is
@@ -29,7 +29,7 @@ from offbeat.strategy import Recipe, Strategy, build_strategy
 from offbeat.units import format_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
-"""Builders whose plans are the starting points, beside PACE's."""
+"""Builders whose plans are the starting points, in addition to PACE's."""
 _GAIN = 1e-6
 """Share of the step by which a proposal must shorten it."""
 _MOST_ROUNDS = 12
@@ -87,8 +87,8 @@ def search(
     allowed_encoders(problem.allow)
     if AMP in problem.allow and not any("bf16" in block.seconds for block in graph.blocks):
         raise OffbeatError(
-            "allow: 'amp' is decided by what the model's blocks take under autocast, which was not measured; give "
-            "optimize() the model and its example_inputs, or --measure to the command"
+            "allow: 'amp' needs the times of the model's blocks under autocast, which were not measured; pass the "
+            "model and its example_inputs to optimize(), or --measure on the command line"
         )
     chosen = select_passes(passes)
     starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
@@ -156,7 +156,7 @@ def _made_to_fit(
     assert problem.memory_limit is not None
     raise OffbeatError(
         f"memory_limit: {format_bytes(problem.memory_limit)} is not enough for {problem.graph.name!r}: "
-        f"the least that was found is {format_bytes(least.peak_bytes)} ({', '.join(least.decisions)})"
+        f"the smallest peak found is {format_bytes(least.peak_bytes)} ({', '.join(least.decisions)})"
     )
 
 

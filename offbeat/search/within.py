@@ -1,4 +1,4 @@
-"""A job and a memory limit → the fastest strategy that fits its devices, the same on every rank."""
+"""Find the fastest strategy that fits a job's devices, the same on every rank."""
 
 import os
 from collections.abc import Mapping, Sequence

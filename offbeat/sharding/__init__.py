@@ -1,1 +1,1 @@
-"""An operator and layouts → the axes along which it can be split, and how tensors get from one layout to another."""
+"""The axes along which operators can be split, and how tensors change their layout."""

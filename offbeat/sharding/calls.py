@@ -1,4 +1,4 @@
-"""An operator call, and the axes along which it falls apart into independent calls on parts of its tensors.
+"""An operator call, and the axes along which it divides into independent calls.
 
 An axis names, for every tensor argument and every result, the tensor axis that is split along with it. An argument
 without that axis is given whole to every part; a result without it is a sum over the parts, or the same for all. This

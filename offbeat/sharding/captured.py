@@ -1,4 +1,4 @@
-"""A captured operator → its axes, as far as the shapes of its tensors tell them.
+"""Infer the axes of a captured operator from the shapes of its tensors.
 
 A ModelGraph names an operator's target and the tensors it reads, but neither their order nor its other arguments. Both
 are read from shapes here: every call that fits them is a reading, and only axes that all readings have in common are

@@ -1,4 +1,4 @@
-"""Two layouts of a tensor → what each rank sends to each other, in one exchange.
+"""What each rank sends to each other rank to change the layout of a tensor, in one exchange.
 
 This is TensorOpt's tensor re-scheduling (§4, "Flexible tensor splitting"). Along the mesh axes that do not split a
 tensor, ranks hold copies; the ranks at one place of these axes hold the tensor once between them. A rank takes what it

@@ -1,4 +1,4 @@
-"""A device mesh and tensor maps (TensorOpt §2.1) → which part of a tensor each rank holds.
+"""The part of a tensor on each rank, from a device mesh and tensor maps (TensorOpt §2.1).
 
 Operators may arrange the same ranks in different meshes ([4] here, [2, 2] there). All of them are seen on one mesh, the
 finest: the prime factors of the number of ranks. A mesh axis of size 4 is then two fine axes of size 2, and a layout
@@ -75,7 +75,7 @@ class Box:
 
 
 def coordinate(rank: int, fine: Sequence[int]) -> tuple[int, ...]:
-    """Where a rank stands on the fine mesh."""
+    """The position of a rank on the fine mesh."""
     return tuple(int(index) for index in np.unravel_index(rank, fine))
 
 

@@ -1,4 +1,4 @@
-"""A device mesh and a cluster → seconds to bring a tensor from one split to another, by the cheapest collectives.
+"""Seconds to change the split of a tensor with the cheapest collectives.
 
 TensorOpt (section 4.2) finds the collectives by a shortest path: nodes are layouts on the finest mesh (`layout`), arcs
 are single steps. The steps here are a slice (free), an all-gather and an all-to-all over any of the innermost fine axes

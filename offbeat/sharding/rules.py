@@ -1,4 +1,4 @@
-"""An operator call → its axes (see `calls`): first of operators that compute, then of those that move elements.
+"""The axes of each operator (see `calls`): first operators that compute, then those that move elements.
 
 An operator that this module does not describe has no axes and is run whole on every rank, which is never wrong.
 TensorOpt (section 2.1) leaves its rules out; these are derived from what the operators compute.

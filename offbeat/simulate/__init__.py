@@ -1,4 +1,4 @@
-"""Plan → Timeline: how a step runs, told without running it.
+"""Predict how a plan's step runs.
 
 The package itself is the verb: `offbeat.simulate(plan)`. `step_seconds` gives the seconds alone and is faster; `replay`
 works on plain task graphs.

@@ -1,4 +1,4 @@
-"""Collectives on ranks and links → SEND tasks, step by step: the fine-grained topology of dPRO section 4.1.
+"""Expand collectives into SEND tasks, step by step: the fine-grained topology of dPRO section 4.1.
 
 A transmission is a SEND task that occupies the sender's outgoing link for bytes × seconds per byte; its end is seen one
 latency later, which is the RECV. Where receivers are the bottleneck (many workers push to one server), `Links` has
@@ -45,7 +45,7 @@ class Links(NamedTuple):
 
 @dataclass
 class GraphBuilder:
-    """Collects blocks of tasks and edges; `build` joins them. Task ids are given out in the order of adding."""
+    """Collects blocks of tasks and edges; `build` joins them. Task ids are assigned in insertion order."""
 
     count: int = 0
     collectives: int = 0
@@ -68,12 +68,12 @@ class GraphBuilder:
         return ids
 
     def connect(self, before: ArrayLike, after: ArrayLike) -> None:
-        """Makes each `after` wait for its `before`; the two are broadcast. Ids of −1 stand for nothing to wait for."""
+        """Makes each `after` wait for its `before`; the two are broadcast. An id of −1 means no dependency."""
         pairs = np.stack([side.ravel() for side in np.broadcast_arrays(before, after)], axis=1)
         self._edges.append(pairs[pairs[:, 0] >= 0].astype(np.int64, copy=False))
 
     def join(self, before: Ids) -> Ids:
-        """One task of no length on no device per column, which waits for all ids in that column."""
+        """Adds one task of no length on no device per column, which waits for all ids in that column."""
         joined = self.add(np.zeros(before.shape[1]), -1)
         self.connect(before, joined)
         return joined
@@ -128,7 +128,7 @@ def add_collective(
             return added.chain((root + 1 + np.arange(width)) % width, size, chunks)
         case "push" | "pull":
             return added.star(root, size, inward=kind == "push")
-    raise OffbeatError(f"no collective is called {kind!r}")
+    raise OffbeatError(f"unknown collective {kind!r}")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Collective:
     number: int
 
     def ring(self, chunk_bytes: float, rounds: int) -> Ids:
-        """rounds × (w − 1) steps; at each, rank r sends on what it received from r − 1 at the step before."""
+        """rounds × (w − 1) steps; at each, rank r forwards what it received from r − 1 at the step before."""
         width = len(self.waits)
         if width == 1:
             return self.builder.join(self.waits[None])
@@ -181,7 +181,7 @@ class _Collective:
         return done
 
     def _label(self, chunk: ArrayLike, step: ArrayLike) -> Ids:
-        """Tells alike transmissions apart; what overflows only makes the label less telling."""
+        """Distinguishes equal transmissions; an overflow only makes the label less specific."""
         chunk, step = np.asarray(chunk, np.int64), np.asarray(step, np.int64)
         return (np.int64(self.number + 1) << 44) + (step + 1 << 24) + (chunk + 1 << 4)
 

@@ -1,9 +1,9 @@
-"""Plan + Costs → the tasks of some steps with every collective expanded into the messages that it consists of.
+"""The tasks of some steps, with every collective expanded into its messages.
 
 The global dataflow graph of dPRO section 4.1 in full: each rank computes on its own device and sends on its own link,
 and a collective is the SENDs and RECVs of `offbeat.simulate.collectives`. A rank starts its part when its own gradients
 are complete, it has started everything before it in the issue order, and no more than the schedule's `in_flight` and
-`credit_bytes` are under way; the others' lateness reaches it through the messages it waits for.
+`credit_bytes` are in flight; the others' lateness reaches it through the messages it waits for.
 
 Links are as fast as the cluster says, hop by hop. Where a collective was measured, its links are as fast as it takes
 for the collective alone to last as long as it did.
@@ -23,7 +23,7 @@ from offbeat.simulate.step import Steps
 from offbeat.simulate.taskgraph import TaskGraph
 
 CHAIN_CHUNKS = 16
-"""Into which a reduction or a broadcast along a chain is cut, so that its hops overlap."""
+"""Chunks of a reduction or broadcast along a chain, so that its hops overlap."""
 _MESSAGES = 2**40
 """Ids of expanded tasks begin here until both kinds are joined."""
 
@@ -35,7 +35,7 @@ class ExpandedSteps(Steps):
         self.messages = GraphBuilder(count=_MESSAGES)
         self.role_of = {rank: role for role, (rank,) in enumerate(roles.ranks)}
         self.released: dict[int, int] = {}
-        """For each task that stands for a rank's part in a collective, the one at whose end it began."""
+        """For each task that represents a rank's part in a collective, the task at whose end it began."""
         self.links: dict[tuple[str, tuple[int, ...], int | None], Links] = {}
         super().__init__(plan, costs, roles, steps)
 

@@ -1,4 +1,4 @@
-"""TaskGraph → Replay: when each task starts and ends, by the replayer of dPRO section 4.3, driven by events.
+"""Replay a TaskGraph: when each task starts and ends (dPRO section 4.3, driven by events).
 
 Each device has a queue and a clock. The paper picks the device whose clock is smallest and runs the head of its queue;
 with priorities that is wrong, because a more urgent task may become ready before the device is free. Here time never
@@ -196,7 +196,7 @@ def _pop(queue, base, size, tasks, level, ties, counters):
 
 @_inlined
 def _wake(device, time, tasks, devices, events, ties, counters):
-    """Lets a device choose at `time`, unless it is choosing now or will earlier. A later event of its own is void."""
+    """Lets a device choose at `time`, unless it does so now or earlier. A later event of the device becomes void."""
     if time < devices[device].choice:
         devices[device].choice = time
         _push(events, 0, counters[_EVENTS], time, device, tasks, _ANY, ties, counters)
@@ -213,7 +213,7 @@ def _enqueue(task, moment, tasks, devices, later, events, level, ties, counters)
 
 @_inlined
 def _release(task, first_edge, successor, tasks, devices, later, events, level, ties, start, end, stack, counters):
-    """Tells the successors of a task whose times are known; those on no device get theirs at once."""
+    """Updates the successors of a task whose times are known; those on no device get their times at once."""
     stack[0] = task
     height = 1
     while height:

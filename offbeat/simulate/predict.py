@@ -1,4 +1,4 @@
-"""Plan + Costs → Timeline: the steady state of training, by replay.
+"""Predict the steady state of training by replay, as a Timeline.
 
 Some steps are replayed one after another, because updates may reach into the next step; the last is what training
 settles into. Computing that is slowed down by concurrent communication is found by repetition: each round lengthens the
@@ -22,11 +22,11 @@ from offbeat.timeline import COMPUTE, KINDS, NETWORK, Timeline
 
 STEADY_STEPS = 5
 BARRIER_STEPS, DEFERRED_STEPS = 2, 3
-"""Steps that are expanded: with a barrier all are alike, else the first one has nothing to wait for."""
+"""Steps that are expanded: with a barrier all are equal, otherwise the first one has nothing to wait for."""
 SHOWN_STEPS = 2
 """The last steps, which the timeline shows."""
 SHOWN_RANKS = 64
-"""With more ranks only one of each role is shown."""
+"""With more ranks, only one of each role is shown."""
 INTERFERENCE_ROUNDS = 4
 
 
@@ -39,9 +39,9 @@ def simulate(
     expand: bool = False,
     memory: bool = True,
 ) -> Timeline:
-    """How a plan would run. The plan of one rank stands for a job in which all ranks do the same.
+    """Predicts how a plan would run. The plan of one rank represents a job in which all ranks do the same.
 
-    `costs` hold what was measured of a job; without them compute comes from the graph and the devices' figures, and
+    `costs` are measured in a job; without them compute comes from the graph and the device specifications, and
     communication from the cluster's links. `expand` replays every message that collectives are made of, between all
     ranks, which takes longer; else a collective is one task on each rank's link. `fold` replays ranks that do the same
     once.
@@ -52,7 +52,7 @@ def simulate(
         raise OffbeatError(f"steps: {steps} is less than {SHOWN_STEPS}, which a steady state needs")
     if plan.rank is not None and (expand or any(task.root is not None for task in plan.tasks)):
         why = "all ranks are expanded" if expand else "its tasks have roots"
-        raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all")
+        raise OffbeatError(f"the plan of rank {plan.rank} alone cannot be replayed: {why}; lower it for all ranks")
     costs = costs or Costs()
     roles = find_roles(plan, costs.compute_scale, fold and not expand)
     built = (ExpandedSteps if expand else Steps)(plan, costs, roles, steps)

@@ -1,4 +1,4 @@
-"""Plan → roles: ranks that behave alike, and the collectives between them.
+"""Fold ranks that behave alike into roles, with the collectives between them.
 
 Two ranks have the same role if they compute and send at the same speed and take the same part in collectives whose
 other participants have the same roles in turn (the coarsest equitable partition that starts from speed). One
@@ -14,7 +14,7 @@ from offbeat.plan import Plan, Task
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective as the roles see it: one for all the groups of ranks that do the same at the same place."""
+    """A collective between roles: one for all groups of ranks that do the same at the same place."""
 
     task: Task
     """The first of them."""
@@ -25,10 +25,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Roles:
-    """Which role each rank has, and what each role takes part in."""
+    """The role of each rank, and the exchanges of each role."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Ranks of each role; the first stands for them."""
+    """Ranks of each role; the first represents them."""
     exchanges: tuple[Exchange, ...]
     """In the plan's order, updates included."""
 

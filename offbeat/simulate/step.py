@@ -1,4 +1,4 @@
-"""Plan + Costs → the tasks of some consecutive steps: the plan's StepProgram, walked once per role and step.
+"""The tasks of some consecutive steps: walks the plan's StepProgram once per role and step.
 
 Each role has one queue for compute and one for its link, or two where messages to and from servers take its directions
 for different times. The program says what a step does and in which order; here it gets its seconds, and roles wait for
@@ -38,7 +38,7 @@ class StepTask(NamedTuple):
     bytes: int = 0
     exchange: int = -1
     gate: int = -1
-    """For a collective, the task whose end is the moment it could go; -1 for others."""
+    """For a collective, the task at whose end it could start; -1 for others."""
 
     def of(self, role: int, gate: int, seconds: float = 0.0, device: int = -1, lag: float = 0.0) -> "StepTask":
         """The part of one role in a collective."""
@@ -56,7 +56,7 @@ def segment_seconds(plan: Plan, costs: Costs, roles: Roles) -> NDArray[np.float6
 
 
 def exchange_costs(plan: Plan, costs: Costs, exchanges: Sequence[Exchange]) -> list[tuple[float, float]]:
-    """(seconds for which each exchange takes the link, seconds until its result is there after that).
+    """(seconds each exchange occupies the link, seconds until its result arrives after that).
 
     The slowest group of ranks decides. With several in flight, what an exchange costs beside its bytes passes while
     those before it on the same channel are on the wire (`in_a_row`).
@@ -111,7 +111,7 @@ class Steps:
         self.tail = [place[later.task.index] for later in self.program.tail if later.task.index in place]
         self.cost = exchange_costs(plan, costs, roles.exchanges)
         self.arrivals: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        """Per step, role and message: the tasks whose end brings what the role waits for."""
+        """Per step, role and message: the tasks whose end delivers what the role waits for."""
         self.gates: dict[str, int] = {}
         self.flights: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         """Per queue and role, the ends and the bytes of its parts in collectives, where those are told apart."""
@@ -181,7 +181,7 @@ class Steps:
         return first
 
     def _sharded_step(self, step: int) -> list[int]:
-        """A step whose variables are gathered where they are needed, and whose gradients are reduced behind that."""
+        """A step whose variables are gathered before use, and whose gradients are reduced afterwards."""
         roles = range(len(self.roles.ranks))
         first = [self._compute(role, step, "other", "between steps", self.costs.gap_seconds) for role in roles]
         before, behind = defaultdict(list), defaultdict(list)
@@ -234,7 +234,7 @@ class Steps:
         )
 
     def _settle(self, role: int, sent: int, component: Component, step: int) -> None:
-        """Waits for a component that was sent in step `sent`, and applies what every replica applies."""
+        """Waits for a component that was sent in step `sent`, and applies the update of every replica."""
         first = component.messages[0]
         arrived = self._arrived(role, sent - component.staleness, component.messages)
         if component.asynchronous or not arrived:
@@ -255,7 +255,7 @@ class Steps:
         return [task for index in messages for task in self.arrivals.get((sent, role, index), ())]
 
     def _send(self, step: int, position: int, after: dict[int, int]) -> None:
-        """One collective: it starts when all its roles are ready and what was put in before it has been issued."""
+        """One collective: it starts when all its roles are ready and all earlier ones have been issued."""
         exchange = self.roles.exchanges[position]
         queue = f"{exchange.task.lane}.{exchange.roles}.{len(exchange.task.ranks)}"
         ready = {role: self._join(role, step, "ready", [before]) for role, before in after.items()}
@@ -280,20 +280,20 @@ class Steps:
             self.arrivals[step, role, exchange.task.message].append(end)
 
     def _part(self, step: int, position: int) -> StepTask:
-        """What any role has to do with a collective."""
+        """A role's part in a collective."""
         task = self.roles.exchanges[position].task
         return StepTask(-1, step, "communication", task.name, bytes=task.wire_bytes, exchange=position)
 
     def _outgoing(self, role: int) -> int:
-        """The device of a role's link away from it, where the two directions are told apart."""
+        """The device of a role's outgoing link, if the two directions are distinguished."""
         return 2 * (len(self.roles.ranks) + role) + 1
 
     def _begin(self, step: int, role: int, gate: int, queue: str, size: int, seconds: float = 0.0) -> int:
-        """The task at whose end a role takes part: enough of those before have ended for it."""
+        """The task at whose end a role takes part: enough earlier ones have ended."""
         return self._join(role, step, "begin", [gate, self._ahead(self.flights[queue, role], size)], seconds)
 
     def _ahead(self, flights: list[tuple[int, int]], size: int) -> int:
-        """The end of the last part that must be over before one of so many bytes may start; -1 if none must."""
+        """The end of the last part that must be over before one of this many bytes may start; -1 if none."""
         latest = flights[-self.schedule.in_flight :]
         beside = self.schedule.beside([held for _, held in latest], size)
         return latest[-beside - 1][0] if len(latest) > beside else -1
@@ -314,7 +314,7 @@ class Steps:
         return {role: self._join(role, part.step, "end", parts, lag) for role in ready}
 
     def _send_through(self, part: StepTask, task: Task, ready: dict[int, int], gate: int, queue: str) -> dict[int, int]:
-        """A relay: gradients go straight to the root, which sends the sum straight back, on a channel of its own."""
+        """A relay: gradients go straight to the root, which sends the sum straight back on its own channel."""
         up, back = task.halves
         sent = self._send_straight(part, up, ready, gate, f"{queue}.up")
         root = next(role for role in ready if task.root in self.roles.ranks[role])

@@ -1,4 +1,4 @@
-"""Plain arrays (durations, devices, edges) → TaskGraph: the global dataflow graph of dPRO section 4.1, checked.
+"""TaskGraph: the checked global dataflow graph of dPRO section 4.1, from plain arrays (durations, devices, edges).
 
 A task occupies one device: a worker, a server, or one direction of a link. Successors lie in compressed rows
 (`successor[first_edge[i]:first_edge[i + 1]]`), so that millions of tasks are a few flat arrays.
@@ -52,9 +52,9 @@ class TaskGraph:
     successor: Ints
     indegree: Ints
     topological: Ints
-    """Tasks in an order in which each follows all that it waits for."""
+    """Tasks in topological order."""
     label: NDArray[np.int64] | None = None
-    """What tells tasks apart that are otherwise alike, such as the number of a chunk; part of the structural hash."""
+    """Distinguishes otherwise equal tasks, such as by chunk number; part of the structural hash."""
 
     @classmethod
     def from_arrays(

@@ -1,4 +1,4 @@
-"""A model, a cluster and a choice → Strategy."""
+"""Strategies: their data model, builders and validation."""
 
 # First, because importing the package binds its name here, and the function of that name must win.
 import offbeat.strategy.builders  # noqa: F401 - registers the builders

@@ -1,4 +1,4 @@
-"""A strategy with fsdp → the lines of torch that do the same, for a script without Offbeat."""
+"""Write a strategy with fsdp as the equivalent torch code, for a script without Offbeat."""
 
 import re
 from itertools import groupby
@@ -11,7 +11,7 @@ def torch_code(strategy: Strategy, device: str = "cuda") -> str:
     """Python that applies the strategy to `model`, once the process group is there; the optimizer is made behind it."""
     fsdp = strategy.fsdp
     if fsdp is None:
-        raise StrategyError("torch_code: the strategy has no fsdp, so torch's fully_shard cannot do the same")
+        raise StrategyError("torch_code: the strategy has no fsdp, so there is no equivalent torch code")
     world = "torch.distributed.get_world_size()"
     names = ', mesh_dim_names=("replicate", "shard")' if fsdp.replicas > 1 else ""
     shape = f"({fsdp.replicas}, {world} // {fsdp.replicas})" if fsdp.replicas > 1 else f"({world},)"

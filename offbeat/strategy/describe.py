@@ -1,4 +1,4 @@
-"""Strategy → words: what it does, one clause for each decision, without a model or a cluster."""
+"""Describe a strategy in words, one clause per decision, without a model or a cluster."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 _MODES = {
     "barrier": "the optimizer's step waits for all gradients",
-    "deferred": "updates reach into the next forward, which waits module by module",
-    "auto": "updates reach into the next forward where the training loop allows it",
+    "deferred": "updates overlap the next forward, which waits module by module",
+    "auto": "updates overlap the next forward if the training loop allows it",
 }
 _POLICIES = {
     "fifo": "messages are sent as gradients become ready",
-    "priority": "what the next forward needs first is sent first",
-    "explicit": "messages are sent in an order that a search has found",
+    "priority": "messages needed first by the next forward are sent first",
+    "explicit": "messages are sent in an order found by search",
 }
 _KINDS = {
     "all_reduce": "all-reduced",
     "parameter_server": "updated by servers",
     "summation_server": "summed by servers",
-    "sharded": "reduced and updated in parts, one on each rank",
+    "sharded": "reduced and updated in shards, one per rank",
     "sparse_all_gather": "gathered as rows",
     "sparse_parameter_server": "sent as rows to servers",
     "factor_broadcast": "broadcast as two factors",
@@ -30,24 +30,22 @@ _KINDS = {
 
 
 def describe(strategy: "Strategy") -> tuple[str, ...]:
-    """Clauses without a full stop; what is as by default, such as no encoding, is left out."""
+    """Clauses without a full stop; default choices, such as no encoding, are left out."""
     schedule, found = strategy.schedule, []
     shards = [(shard, config) for config in strategy.variables.values() for shard in config.shards]
     cut = sum(config.shard_count > 1 for config in strategy.variables.values())
     kinds = Counter(shard.synchronizer for shard, _ in shards)
     groups = {(shard.synchronizer, shard.group) for shard, _ in shards if shard.group is not None}
     alone = sum(config.shard_count if len(config.shards) == 1 else 1 for shard, config in shards if shard.group is None)
-    many = "gradients or shards of them are" if cut else "gradients are"
+    many = "gradients or their shards are" if cut else "gradients are"
     found += [f"{_some(count, 'gradient is', many)} {_KINDS[kind]}" for kind, count in kinds.most_common()]
     if shards:
-        found.append(f"they travel in {_some(len(groups) + alone, 'message')}")
+        found.append(f"they are sent in {_some(len(groups) + alone, 'message')}")
     elif strategy.fsdp is not None:
-        found.append(
-            f"{_some(len(strategy.fsdp.wrapped), 'module')} and what is left of the model are sharded by FSDP2"
-        )
+        found.append(f"{_some(len(strategy.fsdp.wrapped), 'module')} and the rest of the model are sharded by FSDP2")
         return (*found, *_modules(strategy))
     elif not strategy.operators:
-        found.append("every gradient is all-reduced alone")
+        found.append("every gradient is all-reduced separately")
     if cut:
         found.append(f"{_some(cut, 'variable is', 'variables are')} cut into shards")
     if strategy.operators:
@@ -55,28 +53,28 @@ def describe(strategy: "Strategy") -> tuple[str, ...]:
     found += [_MODES[schedule.mode], _POLICIES[schedule.policy]]
     if schedule.slice_bytes:
         found.append(f"messages above {format_bytes(schedule.slice_bytes)} are cut into slices of that size")
-    found.append(f"{_some(schedule.in_flight, 'collective is', 'collectives are')} under way at once at most")
+    found.append(f"at most {_some(schedule.in_flight, 'collective is', 'collectives are')} in flight at once")
     if schedule.credit_bytes is not None:
-        found.append(f"no more than {format_bytes(schedule.credit_bytes)} are under way at once")
+        found.append(f"at most {format_bytes(schedule.credit_bytes)} are in flight at once")
     for encoder, count in Counter(shard.encoder.name for shard, _ in shards).items():
         if encoder != "none":
             found.append(f"{_some(count, 'gradient is', 'gradients are')} encoded as {encoder}, which changes the sums")
     if any(shard.staleness or shard.asynchronous for shard, _ in shards):
-        found.append("some replicas may be steps ahead of others")
+        found.append("some replicas may be several steps ahead of others")
     return (*found, *_modules(strategy))
 
 
 def _modules(strategy: "Strategy") -> list[str]:
-    """What becomes of modules and batches."""
+    """Clauses about modules and batches."""
     found = []
     if strategy.accumulation > 1:
         found.append(f"the batch is computed in {strategy.accumulation} micro-batches")
     if strategy.recompute:
-        found.append(f"{_some(len(strategy.recompute), 'module is', 'modules are')} computed again in backward")
+        found.append(f"{_some(len(strategy.recompute), 'module is', 'modules are')} recomputed in backward")
     if strategy.fusion:
         found.append(f"{_some(len(strategy.fusion), 'region is', 'regions are')} compiled")
     if strategy.precision is not None:
-        found.append(f"forward runs under autocast to {strategy.precision}, which changes the numbers")
+        found.append(f"forward runs under autocast to {strategy.precision}, which changes the results")
     return found
 
 

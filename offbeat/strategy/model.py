@@ -1,7 +1,7 @@
 """Strategy: how each variable is synchronised, how the step is scheduled, and how operators are split.
 
 The two-level representation of AutoDist §2.2 (graph level, and per variable with a configuration per shard), with
-PACE's schedule, dPRO's memory and fusion decisions and TensorOpt's operator splits beside it. Frozen data: builders and
+PACE's schedule, dPRO's memory and fusion decisions and TensorOpt's operator splits. Frozen data: builders and
 searches make strategies, `offbeat.lower` reads them. JSON files hold only what differs from the defaults.
 """
 
@@ -42,7 +42,7 @@ def _list(values: Iterable[int]) -> str:
 
 
 class _Frozen(BaseModel):
-    """Data that says itself what is wrong with it."""
+    """Data that reports its own errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -55,11 +55,11 @@ class _Frozen(BaseModel):
 
     @abstractmethod
     def _problems(self) -> Iterator[str]:
-        """One sentence for each thing that does not fit."""
+        """One sentence for each problem."""
 
 
 class Encoder(_Frozen):
-    """How a message is encoded before it goes on the wire. Lossy ones change the training; none is ever the default."""
+    """How a message is encoded before it is sent. Lossy encoders change the training; the default is none."""
 
     name: EncoderName = "none"
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -67,7 +67,7 @@ class Encoder(_Frozen):
     rank: Annotated[int, Field(ge=1)] | None = None
     """Rank of PowerSGD's approximation."""
     error_feedback: bool | None = None
-    """Adds what was lost to the next step's gradient; None means yes for every encoder but fp16 and bf16."""
+    """Adds the encoding error to the next step's gradient; None means yes for every encoder but fp16 and bf16."""
 
     def _problems(self) -> Iterator[str]:
         for option, encoders in (("ratio", ("topk", "randomk")), ("rank", ("powersgd",))):
@@ -87,7 +87,7 @@ class Encoder(_Frozen):
 
     @property
     def sliceable(self) -> bool:
-        """A message can be cut anywhere without changing what is encoded."""
+        """A message can be cut anywhere without changing its encoding."""
         return self.name in ("none", "fp16", "bf16")
 
 
@@ -96,19 +96,19 @@ class Shard(_Frozen):
 
     synchronizer: Synchronizer = "all_reduce"
     placement: tuple[Rank, ...] = ()
-    """Ranks that hold the shard: one for a parameter server (its owner); () is every replica. For summation servers the
-    ranks that sum it, each as much as its link allows; () is whichever ranks have links to spare."""
+    """Ranks that hold the shard: one for a parameter server (its owner); () is every replica. For summation servers:
+    the ranks that sum it, each as much as its link allows; () is the ranks with spare link capacity."""
     stations: tuple[Rank, ...] = ()
     """Transfer stations of a hierarchical server: replicas on a station's node reduce to it first."""
     reduction_order: tuple[Rank, ...] = ()
     """Order of the ranks in the ring; () is ascending."""
     group: Annotated[int, Field(ge=0)] | None = None
-    """Shards of one number and of one kind travel in one message; None travels alone."""
+    """Shards with the same number and kind share one message; None is sent alone."""
     encoder: Encoder = Encoder()
     staleness: Annotated[int, Field(ge=0)] = 0
     """The fastest replica may be this many steps ahead of the slowest."""
     asynchronous: bool = False
-    """No bound at all: a server applies each replica's gradient as it comes."""
+    """No bound at all: a server applies each replica's gradient as it arrives."""
 
     def _problems(self) -> Iterator[str]:
         kind = self.synchronizer
@@ -145,9 +145,9 @@ class VariableConfig(_Frozen):
     partition: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Number of shards along each axis; () keeps the variable whole."""
     cuts: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = ()
-    """Where each axis is cut, for shards of chosen sizes; () cuts as evenly as whole elements allow."""
+    """Where each axis is cut, for shards of given sizes; () cuts as evenly as whole elements allow."""
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)] = (Shard(),)
-    """One per shard in row-major order, or a single one that serves for all."""
+    """One per shard in row-major order, or a single one for all."""
 
     def _problems(self) -> Iterator[str]:
         count = self.shard_count
@@ -170,7 +170,7 @@ class VariableConfig(_Frozen):
 
     @property
     def summed(self) -> "VariableConfig":
-        """The same with every plainly all-reduced shard summed by ranks whose links have room, servers above all."""
+        """The same with every plainly all-reduced shard summed by ranks with spare links, preferably servers."""
         shards = (
             shard.model_copy(update={"synchronizer": "summation_server", "placement": (), "reduction_order": ()})
             if shard.synchronizer == "all_reduce" and shard.encoder.name == "none" and not shard.staleness
@@ -199,25 +199,25 @@ class Schedule(_Frozen):
     """When messages are issued."""
 
     policy: Literal["fifo", "priority", "explicit"] = "fifo"
-    """fifo: as gradients become ready; priority: what the next forward needs first, among what is ready; explicit:
-    `order`. A job under way rebuilds the order from the times it measures, unless it is pinned."""
+    """fifo: as gradients become ready; priority: among ready messages, the one the next forward needs first; explicit:
+    `order`. A running job rebuilds the order from measured times, unless it is pinned."""
     slice_bytes: Annotated[int, Field(ge=1024)] | None = None
     """Longer messages are cut into slices of this size, so that a more urgent one need not wait for all of it."""
     in_flight: Annotated[int, Field(ge=1, le=64)] = 2
-    """Collectives under way at once."""
+    """Collectives in flight at once."""
     credit_bytes: Annotated[int, Field(ge=1024)] | None = None
-    """Bytes that may be under way at once (ByteScheduler's credit): a message waits until it fits beside those before
-    it, or none is left. A policy orders messages accordingly: what has been handed over is not overtaken."""
+    """Bytes in flight at once (ByteScheduler's credit): a message waits until it fits in with those in flight, or
+    until there are none. Policies account for this: started messages are not overtaken."""
     mode: Literal["auto", "deferred", "barrier"] = "auto"
     """deferred: the next forward waits per module; barrier: the optimizer's step waits for everything; auto: deferred
-    where the training loop allows it."""
+    if the training loop allows it."""
     order: tuple[Slice, ...] = ()
     """Issue order of an explicit schedule; every group's message is covered once."""
     pinned: bool = False
-    """Whether a job under way keeps exactly `order`, whatever it measures."""
+    """Whether a running job keeps exactly `order`, whatever it measures."""
 
     def beside(self, before: Sequence[int], size: int) -> int:
-        """How many of the messages before one of `size` bytes may still be under way when it starts.
+        """How many of the messages before one of `size` bytes may still be in flight when it starts.
 
         `before` has their bytes, the latest last.
         """
@@ -251,7 +251,7 @@ class OperatorConfig(_Frozen):
     """For each input, the mesh axis that splits each of its axes; -1 does not split it."""
     outputs: tuple[TensorMap, ...] = ()
     keep: Literal["before", "after", "both"] = "both"
-    """Which copies of a re-scheduled tensor stay for backward."""
+    """Which copies of a re-scheduled tensor are kept for backward."""
 
     def _problems(self) -> Iterator[str]:
         for tensor_map in self.inputs + self.outputs:
@@ -265,21 +265,21 @@ Precision = Literal["float16", "bfloat16", "float32", "float64"]
 
 
 class FullyShard(_Frozen):
-    """torch's `fully_shard` (FSDP2): every variable lies in parts on the ranks and is gathered where it is needed."""
+    """torch's `fully_shard` (FSDP2): every variable is sharded over the ranks and gathered when it is needed."""
 
     units: dict[str, Reshard] = {}
-    """Modules whose variables are gathered together and whose gradients are reduced together, in the order in which
-    they are wrapped. True frees the gathered variables after forward and gathers them again in backward, False keeps
-    them, a number keeps parts of them on groups of so many ranks. What no unit holds belongs to the model itself, the
-    last unit, which keeps its variables unless it is named here, as ''."""
+    """Modules whose variables are gathered together and whose gradients are reduced together, in wrapping order. True
+    frees the gathered variables after forward and gathers them again in backward, False keeps them, a number N keeps
+    them sharded over groups of N ranks. Variables outside all units belong to the model itself, the last unit, which
+    keeps its variables unless it is named here, as ''."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Units that are gathered ahead of the one being computed. Backward is never less than one ahead."""
+    """Units gathered ahead of the one being computed. Backward always gathers at least one ahead."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Groups of ranks that hold all parts each (HSDP); gradients are summed over them as well."""
+    """Groups of ranks that each hold all shards (HSDP); gradients are also summed over the groups."""
     param_dtype: Precision | None = None
-    """Element type in which variables are gathered and computed with; None is their own."""
+    """Dtype in which variables are gathered and used in compute; None is their own."""
     reduce_dtype: Precision | None = None
-    """Element type in which gradients are reduced; None is that of the gathered variables."""
+    """Dtype in which gradients are reduced; None is that of the gathered variables."""
 
     def _problems(self) -> Iterator[str]:
         wrapped: list[str] = []
@@ -291,7 +291,7 @@ class FullyShard(_Frozen):
 
     @property
     def wrapped(self) -> tuple[str, ...]:
-        """The units but the model itself, in the order in which they are wrapped."""
+        """The units except the model itself, in wrapping order."""
         return tuple(path for path in self.units if path)
 
     def reshard(self, unit: str) -> Reshard:
@@ -316,23 +316,23 @@ class Strategy(_Frozen):
     """Digest of the cluster it was made for; '' fits any cluster with these ranks."""
     replicas: tuple[Rank, ...] = ()
     """The ranks that train, in the order of `weights`; () is every worker of the cluster, ascending. Other ranks may
-    be servers, and do nothing else."""
+    only be servers."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Share of each replica in the average, for replicas with unequal batches; () is equal shares."""
     accumulation: Annotated[int, Field(ge=1)] = 1
     """Micro-batches whose gradients are summed before they are synchronised."""
     recompute: tuple[str, ...] = ()
-    """Modules whose activations are computed again in backward instead of being kept."""
+    """Modules whose activations are recomputed in backward instead of being kept."""
     fusion: tuple[tuple[str, ...], ...] = ()
-    """Regions of modules that run one after another. Each is compiled as one unit, where a plan takes it for one."""
+    """Regions of modules that run one after another. Each is compiled as one unit, and planned as one."""
     precision: Literal["bf16"] | None = None
-    """Forward runs under torch's autocast to bfloat16, which changes the numbers; None computes as the model does."""
+    """Forward runs under torch's autocast to bfloat16, which changes the results; None computes as the model does."""
     schedule: Schedule = Schedule()
     variables: dict[str, VariableConfig] = {}
-    """Configuration by variable name; a variable that is not named is whole and all-reduced alone."""
+    """Configuration by variable name; a variable not named is whole and all-reduced separately."""
     operators: dict[str, OperatorConfig] = {}
     fsdp: FullyShard | None = None
-    """Every variable in parts, by torch's `fully_shard`; `variables` are then empty."""
+    """Every variable sharded by torch's `fully_shard`; `variables` are then empty."""
 
     def _problems(self) -> Iterator[str]:
         if len(set(self.replicas)) != len(self.replicas):
@@ -354,7 +354,7 @@ class Strategy(_Frozen):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """What it does, for notebooks."""
+        """The description in words, for notebooks."""
         clauses = "".join(f"<li>{escape(clause)}</li>" for clause in describe(self))
         return f"<b>{escape(repr(self))}</b><ul>{clauses}</ul>"
 
@@ -368,7 +368,7 @@ class Strategy(_Frozen):
 
     @property
     def digest(self) -> str:
-        """The same for equal strategies only."""
+        """Equal only for equal strategies."""
         # Not cached: pydantic's model_copy would carry the old value over to the changed copy.
         return files.digest(self.model_dump(mode="json", exclude_defaults=True))
 
@@ -391,12 +391,12 @@ class Strategy(_Frozen):
             return cls.model_validate(data)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the strategy file, whole or not at all."""
+        """Writes the strategy file atomically."""
         files.write_atomic(path, self.to_json().encode(), "strategy")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Strategy":
-        """Reads a strategy file; whatever is wrong with it is said in one sentence."""
+        """Reads a strategy file; errors are one sentence."""
         return cls.from_json(files.read_bytes(path, "strategy"), origin=str(path))
 
     @classmethod

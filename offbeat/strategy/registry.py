@@ -1,4 +1,4 @@
-"""A builder's name → its function; a function → a registered builder; a file → a Strategy, or a builder's options."""
+"""Register builders, and find a builder or a strategy file by name."""
 
 import inspect
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def register_builder(name: str) -> Callable[[Builder], Builder]:
     def register(build: Builder) -> Builder:
         known = _builders.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (build.__module__, build.__qualname__):
-            raise StrategyError(f"a builder named {name!r} exists already: {known.__module__}.{known.__qualname__}")
+            raise StrategyError(f"a builder named {name!r} already exists: {known.__module__}.{known.__qualname__}")
         _builders[name] = build
         return build
 
@@ -40,10 +40,10 @@ def builders() -> tuple[str, ...]:
 
 
 def build_strategy(name: str, graph: ModelGraph, cluster: ClusterSpec, **options: object) -> Strategy:
-    """The strategy the named builder makes for this model on this cluster."""
+    """Builds the strategy of the named builder for this model on this cluster."""
     build = _builders.get(name)
     if build is None:
-        raise StrategyError(f"there is no builder {name!r}; there are {', '.join(builders())}")
+        raise StrategyError(f"unknown builder {name!r}; known: {', '.join(builders())}")
     accepted = tuple(inspect.signature(build).parameters.values())[2:]
     named = {parameter.name: parameter for parameter in accepted if parameter.kind is not parameter.VAR_KEYWORD}
     unknown = [option for option in options if option not in named]
@@ -79,7 +79,7 @@ class Recipe(BaseModel):
 
 
 def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
-    """What a strategy file holds."""
+    """The strategy or recipe in a strategy file."""
     content = files.read_bytes(path, "strategy")
     try:
         raw = files.parse_json(content, str(path), "strategy")
@@ -90,12 +90,12 @@ def load_strategy(path: str | PathLike[str]) -> Strategy | Recipe:
     with files.problems_named(f"{path}: not a strategy", StrategyError):
         recipe = Recipe.model_validate(raw)
     if recipe.builder not in _builders:
-        raise StrategyError(f"{path}: there is no builder {recipe.builder!r}; there are {', '.join(builders())}")
+        raise StrategyError(f"{path}: unknown builder {recipe.builder!r}; known: {', '.join(builders())}")
     return recipe
 
 
 def find_strategy(named: str | PathLike[str], field: str, **options: Any) -> Strategy | Recipe:
-    """What a file holds, or the recipe of a builder's name and options; anything else is refused, naming the field."""
+    """The content of a strategy file, or the recipe of a builder's name and options; errors name the field."""
     if named in _builders:
         return Recipe(builder=str(named), options=options)
     if not Path(named).exists():

@@ -1,4 +1,4 @@
-"""Strategy + graph + cluster → nothing, or one sentence that says where they do not fit."""
+"""Check that a strategy fits a graph and a cluster, with one sentence where it does not."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -22,7 +22,7 @@ def check_fits(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> N
 
 
 def transfer(strategy: Strategy, graph: ModelGraph, cluster: ClusterSpec) -> Strategy:
-    """The strategy carried over to another model or cluster: what fits is kept, the rest falls back to all-reduce.
+    """Adapts a strategy to another model or cluster: what fits is kept, the rest falls back to all-reduce.
 
     Ranks beyond the new cluster wrap around, so that server loads stay spread.
     """

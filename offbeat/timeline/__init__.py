@@ -1,4 +1,4 @@
-"""Events → Timeline: spans of every rank and link on one clock; Chrome and Perfetto files, critical path, diagnosis."""
+"""Timelines: spans of every rank and link on one clock; Chrome and Perfetto files, critical path, diagnosis."""
 
 from offbeat.timeline.model import COMPUTE, KINDS, NETWORK, Builder, Kind, Span, Timeline
 

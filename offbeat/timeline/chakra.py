@@ -1,4 +1,4 @@
-"""Timeline ↔ Chakra execution traces (MLCommons), one file `PREFIX.RANK.et` per rank, for simulators that read them.
+"""Read and write Chakra execution traces (MLCommons), one file `PREFIX.RANK.et` per rank.
 
 A file is a sequence of protobuf messages of package ChakraProtoMsg, each behind its length as a varint: one
 GlobalMetadata, then Nodes. The few message types are encoded here, so that no protobuf package is needed:
@@ -78,7 +78,7 @@ def read(prefix: str | PathLike[str]) -> Timeline:
     pattern = re.compile(re.escape(Path(prefix).name) + r"\.(\d+)\.et")
     found = sorted((int(match[1]), path) for path in folder.glob("*.et") if (match := pattern.fullmatch(path.name)))
     if not found:
-        raise OffbeatError(f"{prefix}: there is no execution trace of this name; its files end in .0.et, .1.et, …")
+        raise OffbeatError(f"{prefix}: no such execution trace; its files end in .0.et, .1.et, …")
     heads, nodes = [], []
     for rank, path in found:
         head, mine = read_file(path)
@@ -201,7 +201,7 @@ def _own_timeline(nodes: list[tuple[int, Node]], heads: list[dict[str, Any]]) ->
 def _foreign_timeline(nodes: list[tuple[int, Node]], origin: str) -> Timeline:
     """Collectives are numbered in each rank's order, which is the same on all participants."""
     if not any(node.duration_micros for _, node in nodes):
-        raise OffbeatError(f"{origin}: the execution trace has no durations, so there is no timeline in it")
+        raise OffbeatError(f"{origin}: the execution trace has no durations, so it gives no timeline")
     builder = Builder()
     numbers: defaultdict[int, count[int]] = defaultdict(count)
     for rank, node in sorted(nodes, key=lambda item: (item[0], item[1].start_micros)):
@@ -328,7 +328,7 @@ def _value(field_number: int, raw: int | bytes) -> Any:
 
 def _as_bytes(raw: int | bytes) -> bytes:
     if isinstance(raw, int):
-        raise ValueError(f"a number, {raw}, stands where a text or a message belongs")
+        raise ValueError(f"found the number {raw} instead of a text or a message")
     return raw
 
 

@@ -1,4 +1,4 @@
-"""Timeline ↔ Chrome trace JSON, which chrome://tracing and Perfetto open: a process is a rank, a thread a track.
+"""Read and write Chrome trace JSON for chrome://tracing and Perfetto: a process is a rank, a thread a track.
 
 Spans are complete ('X') events in the timeline's order, times in microseconds as the format demands, rounded to whole
 nanoseconds: start and end separately, so that spans which met still meet. `args.queued` is in microseconds too. What
@@ -94,7 +94,7 @@ def write(timeline: Timeline, path: str | PathLike[str]) -> None:
         for chunk in _span_events(timeline, start, end, thread):
             parts += [b",\n" if len(parts[-1]) > 1 else b"", orjson.dumps(chunk)[1:-1]]
     except TypeError as error:
-        raise OffbeatError(f"timeline: it cannot be written as JSON ({error})") from None
+        raise OffbeatError(f"timeline: cannot be written as JSON ({error})") from None
     content = b"".join([*parts, b"]}\n"])
     if str(path).endswith(".gz"):
         # Level 1 is several times faster than the default and a trace grows by only a third.
@@ -112,7 +112,7 @@ def read(path: str | PathLike[str]) -> Timeline:
         parts.append(_columns(_spans(batch, count, origin), names))
         count += len(batch)
     if "offbeat" not in stream.header:
-        raise OffbeatError(f"{origin}: not a timeline Offbeat wrote: offbeat: it is required but not given")
+        raise OffbeatError(f"{origin}: not a timeline written by Offbeat: offbeat: it is required but not given")
     try:
         header = _Header.model_validate(stream.header["offbeat"])
     except ValidationError as error:
@@ -126,7 +126,7 @@ def read(path: str | PathLike[str]) -> Timeline:
         raise OffbeatError(f"{origin}: offbeat.marks: every rank must have equally many, got {sorted(widths)[:8]}")
     if max(header.critical or (), default=-1) >= spans:
         raise OffbeatError(
-            f"{origin}: offbeat.critical: there is no span {max(header.critical or ())}, the trace has {spans} spans"
+            f"{origin}: offbeat.critical: no span {max(header.critical or ())}, the trace has {spans} spans"
         )
     return Timeline(
         names=tuple(names),

@@ -1,4 +1,4 @@
-"""Moments of a job, on the clock of whoever does its work: the host, or the GPU behind it.
+"""Timestamps of a job on the clock of the device that does the work: the host or the GPU.
 
 A host that trains on a GPU runs ahead of it. Its own clock says when work was put on a stream, not when that was done.
 So a `DeviceClock` marks the stream with a CUDA event, whose time is known once the GPU has come to it. A mark takes
@@ -31,7 +31,7 @@ class DeviceMoment:
     """A mark on a stream: when the GPU comes to it, and when the host put it there."""
 
     unused: ClassVar[dict[int, list[torch.cuda.Event]]] = defaultdict(list)
-    """Events of marks that nobody knows any more, by device. A new one costs the host more than one used again."""
+    """Unused events of marks, by device. Creating one costs the host more than reusing one."""
 
     __slots__ = ("device", "event", "host", "seconds")
 

@@ -1,4 +1,4 @@
-"""Timeline → the chain of spans that determines the length of one step, found from times alone.
+"""Find the chain of spans that determines the length of one step, from times alone.
 
 The chain is walked back from the span that ends the step on the rank that ends last. What a span had to wait for:
 

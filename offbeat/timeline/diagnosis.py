@@ -1,4 +1,4 @@
-"""Timeline → Diagnosis: where the time of a step goes on each rank, and what to blame.
+"""Diagnose a timeline: where the time of a step goes on each rank, and what causes the losses.
 
 Every moment of a rank's step is exactly one of: compute; exposed communication (it computes nothing, and a collective
 of its all of whose participants have started runs); waiting (it computes nothing, and its collectives all wait for a
@@ -28,11 +28,11 @@ from offbeat.units import format_bytes, format_seconds
 
 IDLE = {
     "steps": "between steps: data loading and the script's own work",
-    "collectives": "next to collectives: they are started, queued and finished",
+    "collectives": "next to collectives: starting, queueing and finishing them",
     "operators": "between operators: the host is late or does other work",
-    "unrecorded": "communication may be among it, which was not recorded",
+    "unrecorded": "possibly including communication, which was not recorded",
 }
-"""Reasons of idle time."""
+"""Reasons for idle time."""
 _COMPUTE, _EXPOSED, _WAITING, _IDLE = range(4)
 _MARK = 3
 _STRAGGLER_SHARE = 0.02
@@ -44,7 +44,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Where one rank's step goes, in seconds."""
+    """How one rank spends a step, in seconds."""
 
     rank: int
     step_seconds: float
@@ -52,23 +52,23 @@ class RankTime:
     exposed_seconds: float
     """Communication not hidden by compute, after all its participants have started."""
     waiting_seconds: float
-    """It computed nothing, and its collectives only waited for a participant."""
+    """The rank computed nothing, and its collectives only waited for a participant."""
     idle_seconds: float
     overlap_seconds: float
     """Communication hidden by compute, after all its participants have started."""
     network_seconds: float
-    """Communication in all: exposed and hidden."""
+    """All communication: exposed and hidden."""
     blamed_seconds: float
-    """Waiting of each other rank, on average, for collectives that this one was the last to start."""
+    """Mean time each other rank waits for collectives that this rank was the last to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What the collectives of one name cost: per step, the mean over ranks."""
+    """Cost per step of the collectives with one name: the mean over ranks."""
 
     name: str
     exposed_seconds: float
-    """Where several were under way, the time is divided equally among them."""
+    """If several were in flight, the time is divided equally among them."""
     waiting_seconds: float
     bytes: int
     """Sent by one rank in one step."""
@@ -76,18 +76,18 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that holds up the others."""
+    """The rank that delays the others."""
 
     rank: int
     seconds: float
-    """Per step, by how much it computes longer, or is waited for longer, than the median of the others."""
+    """Per step, how much longer it computes, or the others wait for it, than the median of the others."""
     reason: Literal["compute", "lateness"]
-    """'compute' if longer computing makes it late."""
+    """'compute' if slower compute makes it late."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where the time of a step goes, and what to blame."""
+    """Where the time of a step goes, and what causes the losses."""
 
     source: Literal["predicted", "measured"]
     steps: int
@@ -106,7 +106,7 @@ class Diagnosis:
     critical_by_rank: dict[int, float]
     """Shares of the critical path by rank; with the idle share they add up to 1."""
     communication_seen: bool
-    """False: the timeline has no communication span, so nothing is known of communication."""
+    """False if the timeline has no communication spans, so communication is unknown."""
     notes: tuple[str, ...]
 
     def mean(self, field: str) -> float:
@@ -120,7 +120,7 @@ class Diagnosis:
         return content
 
     def text(self) -> str:
-        """A summary of several lines for people."""
+        """A readable summary of several lines."""
         return "\n".join(_lines(self))
 
 
@@ -131,7 +131,7 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
     """
     marks = timeline.marks
     if marks.ndim != 2 or marks.shape[0] == 0 or marks.shape[1] < 2:
-        raise OffbeatError("timeline: it has no step marks, so there is no step to diagnose")
+        raise OffbeatError("timeline: no step marks, so there is no step to diagnose")
     if not (np.diff(marks, axis=1) >= 0).all():
         raise OffbeatError("timeline: marks: a step ends before it begins")
     steps, step_seconds, timeline = marks.shape[1] - 1, timeline.iteration_time, _without_cut_step(timeline)
@@ -161,15 +161,15 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
 
 
 def _without_cut_step(timeline: Timeline) -> Timeline:
-    """Without the first step, if the last one's communication goes on after it has ended."""
+    """Without the first step, if communication of the last one continues after its end."""
     sent = np.flatnonzero((timeline.kind == COMMUNICATION) & (timeline.mark_rows >= 0))
     finish = timeline.marks[timeline.mark_rows[sent], -1]
     if not (timeline.end[sent] > finish + 0.01 * timeline.step_seconds.mean()).any():
         return timeline
     if timeline.marks.shape[1] == 2:
-        note = "communication reaches into the next step, and what reached into the only step is not recorded"
+        note = "communication overlaps the next step, and the part that overlapped the only step is not recorded"
         return replace(timeline, notes=(*timeline.notes, note))
-    note = "the first step is left out: communication reaches into the next step, and what reached into it is missing"
+    note = "the first step is left out: communication overlaps the next step, and what overlapped the first is missing"
     return replace(timeline, marks=timeline.marks[:, 1:], notes=(*timeline.notes, note))
 
 
@@ -180,7 +180,7 @@ class _Segments(NamedTuple):
     start: Floats
     end: Floats
     counts: list[Integers]
-    """Per class, how many intervals of it are under way."""
+    """Per class, the number of active intervals."""
     first: Integers
     """Of each interval, the segment it begins with."""
     past: Integers
@@ -196,7 +196,7 @@ def _segments(group: Integers, start: Floats, end: Floats, kind: Integers, class
     change = np.repeat(np.array([1, -1]), intervals)[order]
     kinds = np.concatenate([kind, kind])[order]
     time, both = time[order], both[order]
-    # From a group's last event to the next group's first nothing is under way.
+    # From a group's last event to the next group's first, nothing is active.
     until = np.append(np.where(both[1:] == both[:-1], time[1:], time[:-1]), time[-1:])
     counts = [np.cumsum(np.where(kinds == number, change, 0)) for number in range(classes)]
     return _Segments(both, time, until, counts, place[:intervals], place[intervals:])
@@ -345,7 +345,7 @@ def _blame(timeline: Timeline, sweep: _Sweep, most: int, scale: float) -> tuple[
 
 
 def _critical_shares(timeline: Timeline) -> tuple[dict[str, float], dict[int, float]]:
-    """Each moment of the path belongs to the earliest of its spans that is under way."""
+    """Each moment of the path belongs to the earliest of its spans that is active."""
     positions = timeline.critical if timeline.critical is not None else critical_positions(timeline)
     if not len(positions):
         return {}, {}
@@ -384,7 +384,7 @@ def _notes(timeline: Timeline, sweep: _Sweep) -> tuple[str, ...]:
         )
     unmarked = sorted(set(timeline.ranks) - set(timeline.marked_ranks))
     if unmarked:
-        notes.append(f"{name_ranks(unmarked)} left out for want of step marks")
+        notes.append(f"{name_ranks(unmarked)} left out: no step marks")
     return tuple(notes)
 
 
@@ -413,14 +413,14 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         ratio, ideal = diagnosis.step_seconds / diagnosis.ideal_seconds, _show(diagnosis.ideal_seconds)
         yield f"bound, with compute and network fully overlapped: {ideal}; the step takes {ratio:.2f}× that"
     if count > 1 and not diagnosis.communication_seen:
-        yield "communication: NOT RECORDED, so the bound and what is exposed are unknown"
+        yield "communication: NOT RECORDED, so the bound and the exposed time are unknown"
     columns = ("compute", "exposed", "waiting", "idle", "overlap")
     yield f"{'rank':>5}" + "".join(f"{column:>12}" for column in columns)
     slowest = sorted(diagnosis.ranks, key=lambda rank: -rank.compute_seconds)[:_MOST_RANKS_SHOWN]
     for rank in slowest if count > _MOST_RANKS_SHOWN else diagnosis.ranks:
         yield f"{rank.rank:>5}" + "".join(f"{_show(getattr(rank, f'{column}_seconds')):>12}" for column in columns)
     if len(slowest) < count:
-        yield f"      and {count - len(slowest)} ranks that compute less"
+        yield f"      and {count - len(slowest)} ranks with less compute"
     for reason, seconds in diagnosis.idle_by_reason.items():
         yield f"idle {_show(seconds)} {IDLE[reason]}"
     found = diagnosis.straggler

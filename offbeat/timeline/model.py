@@ -84,7 +84,7 @@ class Timeline:
     peak_memory: tuple[int, ...] = ()
     """Bytes per rank; empty where unknown."""
     critical: NDArray[np.int64] | None = None
-    """Positions of the spans on the critical path, in time order, where replay has found it."""
+    """Positions of the spans on the critical path, in time order, if replay has found it."""
     source: Literal["predicted", "measured"] = "measured"
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
@@ -149,7 +149,7 @@ class Timeline:
     def iteration_time(self) -> float:
         """Seconds of a typical step: the median over steps."""
         if not len(self.step_seconds):
-            raise OffbeatError("timeline: it has no step marks, so its iteration time is unknown")
+            raise OffbeatError("timeline: no step marks, so its iteration time is unknown")
         return float(np.median(self.step_seconds))
 
     def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> "Timeline":
@@ -157,7 +157,7 @@ class Timeline:
         return replace(self, critical=None, **{column: getattr(self, column)[chosen] for column in COLUMNS})
 
     def scaled(self, factor: float) -> "Timeline":
-        """The same with every time so many times as large."""
+        """The same with every time multiplied by a factor."""
         times = {column: factor * getattr(self, column) for column in ("start", "end", "queued", "marks")}
         return replace(self, **times)
 

@@ -1,4 +1,4 @@
-"""Observer: receives what the runtime does while it runs, so that the runtime need not know who records it."""
+"""Observer: the interface through which the runtime reports its work to a recorder or monitor."""
 
 from collections.abc import Iterable
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""A file in Chrome's trace format, plain or gzip → its events in batches, and its header, in little memory.
+"""Read the events and header of a Chrome trace file, plain or gzip, in batches and with little memory.
 
 All events before the last '},{' of a chunk are parsed at once by orjson. Where that fails (the cut lies inside an
 event, or one holds NaN or control characters) the events are parsed one by one by the json module.

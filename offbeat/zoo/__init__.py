@@ -1,4 +1,4 @@
-"""A model's name → the model, an example batch, its ModelGraph.
+"""The model zoo: a model, an example batch and a ModelGraph by name.
 
 The models of the five papers, in plain torch. Every model takes its example inputs (data and labels) and returns the
 scalar loss, so `model(*example_inputs).backward()` is a training step. `scale=1` is the published model; a smaller
@@ -90,7 +90,7 @@ def build(name: str, scale: float = 1.0, batch: int | None = None, **options: An
     the keyword arguments of the model's own function, such as `dropout` or wide_resnet's `width`.
     """
     if name not in _MODULES:
-        raise OffbeatError(f"no model is called {name!r}; the zoo has {', '.join(_MODULES)}")
+        raise OffbeatError(f"unknown model {name!r}; the zoo has {', '.join(_MODULES)}")
     builder = getattr(importlib.import_module(f"offbeat.zoo.{_MODULES[name]}"), name)
     if not (_is_number(scale) and 0 < scale <= 1):
         raise OffbeatError(f"scale: {scale!r} must be a number above 0 and at most 1")

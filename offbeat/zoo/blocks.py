@@ -1,4 +1,4 @@
-"""What models of several families share: sizes at a scale, attention, initial weights, batches of labelled images.
+"""Code shared by several model families: sizes at a scale, attention, initial weights, batches of labelled images.
 
 A published size and a scale in (0, 1] give the size of the shrunk model: it grows with the scale and is the published
 one at scale 1.

@@ -173,7 +173,7 @@ def test_what_is_missing_is_one_sentence(service: Service, monkeypatch: pytest.M
     (service.folder / "nvidia-smi").unlink()
     monkeypatch.setenv("PATH", str(service.folder))
     monkeypatch.setattr("offbeat.emulate.gpu._DRIVER_FOLDERS", "")
-    with pytest.raises(EmulationError, match=r"^gpu: this machine has no GPU of NVIDIA's, or lacks .*nvidia-smi$"):
+    with pytest.raises(EmulationError, match=r"^gpu: this machine has no NVIDIA GPU, or lacks .*nvidia-smi$"):
         Emulation(2, gpu=True).__enter__()
     (service.folder / "nvidia-cuda-mps-control").unlink()
     with pytest.raises(EmulationError, match=r"^gpu: hosts share a GPU through MPS, .*nvidia-cuda-mps-control$"):
@@ -190,7 +190,7 @@ def test_a_service_that_does_not_start_is_one_sentence_and_nothing_is_left(emula
 
 
 def test_without_a_gpu_there_is_nothing_to_restart(emulated_cluster):
-    with pytest.raises(EmulationError, match="gpu: this emulated cluster was made without one"):
+    with pytest.raises(EmulationError, match="gpu: this emulated cluster was created without one"):
         emulated_cluster(1).restart_gpu()
 
 

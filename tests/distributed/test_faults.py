@@ -101,10 +101,10 @@ def test_strategy_that_does_not_fit_is_refused(
 
 def test_optimizer_that_couples_variables_is_refused(pools: Pools) -> None:
     answers = pools(2).answers("coupled_optimizer", builder="sharded", keep=True)
-    _refused(answers, r"optimizer LBFGS may look at several variables at once, but 'layers\.\d\.\w+' .*")
+    _refused(answers, r"optimizer LBFGS may read several variables at once, but 'layers\.\d\.\w+' .*")
 
 
 @pytest.mark.parametrize("about", [pytest.param("model", marks=pytest.mark.slow), "strategy"])
 def test_ranks_that_disagree_are_refused_everywhere(pools: Pools, about: str) -> None:
     answers = pools(4).answers("ranks_disagree", about=about, timeout=30)
-    _refused(answers, f"rank 3 has another {about} than rank 0")
+    _refused(answers, f"rank 3 has a different {about} than rank 0")

@@ -133,7 +133,7 @@ def test_a_recording_on_a_full_disk_ends_with_one_sentence_and_can_be_read(disk:
     with pytest.raises(OffbeatError) as caught, offbeat.Recorder(disk / "trace") as recorder:
         train(10_000, recorder, fill_after_some_steps)
     path = disk / "trace" / "rank0.jsonl"
-    assert str(caught.value) == f"{path}: the trace cannot be written: No space left on device"
+    assert str(caught.value) == f"{path}: cannot write the trace: No space left on device"
     assert sys.getswitchinterval() == interval
     trace = read_rank(path)
     assert len(trace.steps) >= 4
@@ -170,7 +170,7 @@ def test_a_read_only_folder_is_named(unwritable: Path) -> None:
         long_timeline(1).save(path)
     with pytest.raises(OffbeatError, match=f"^{path}: cannot open the trial store: unable to open database file$"):
         TrialStore(path)
-    with pytest.raises(OffbeatError, match=f"^{path}: a trace cannot be written there: Permission denied$"):
+    with pytest.raises(OffbeatError, match=f"^{path}: cannot write a trace there: Permission denied$"):
         offbeat.Recorder(path).__enter__()
     assert os.listdir(unwritable) == []
 

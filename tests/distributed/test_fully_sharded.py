@@ -46,4 +46,4 @@ def test_a_memory_limit_chooses_what_fits(pools: Pools):
         assert answer["ddp"] > 1 >= answer["peak"]
         assert answer["sharded"]
         assert answer["error"] < 1e-10
-        assert "memory_limit: 100 B is not enough for 'Gpt2': the least that was found is" in answer["refusal"]
+        assert "memory_limit: 100 B is not enough for 'Gpt2': the smallest peak found is" in answer["refusal"]

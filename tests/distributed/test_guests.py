@@ -27,11 +27,11 @@ def test_pattern_equals_averaging_by_hand(pools: Pools, pattern: str, strategy: 
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("ddp before", "wrapped in DistributedDataParallel: leave that out"),
-        ("ddp after", "distributed by Offbeat already: leave out DistributedDataParallel"),
-        ("fsdp before", "sharded already"),
-        ("fsdp after", "distributed by Offbeat already: leave out FSDP"),
-        ("zero redundancy", "pass the optimizer that it wraps, and strategy='sharded'"),
+        ("ddp before", "wrapped in DistributedDataParallel: remove the wrapper"),
+        ("ddp after", "Offbeat already distributes this model: remove DistributedDataParallel"),
+        ("fsdp before", "already sharded"),
+        ("fsdp after", "Offbeat already distributes this model: remove FSDP"),
+        ("zero redundancy", "pass the wrapped optimizer, and strategy='sharded'"),
         ("absent later", "find_unused_parameters=True"),
     ],
 )

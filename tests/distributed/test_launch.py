@@ -217,7 +217,7 @@ def test_every_node_needs_an_address() -> None:
     ("arguments", "sentence"),
     [
         (["--env", "NO_SUCH_VARIABLE"], "--env: 'NO_SUCH_VARIABLE' is neither"),
-        (["--ssh", "no-such-ssh"], "--ssh: 'no-such-ssh' starts no program"),
+        (["--ssh", "no-such-ssh"], "--ssh: no program named by 'no-such-ssh'"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, capfd: Any) -> None:

@@ -267,7 +267,7 @@ def test_a_script_that_fails_says_so(tmp_path: Path, capfd: pytest.CaptureFixtur
     (tmp_path / "train.py").write_text("print('no training here')\n")
     with contextlib.chdir(tmp_path):
         assert main(["profile", "train.py", "-o", "trace"]) == 1
-    assert "nothing was recorded, because the script made 0 steps" in capfd.readouterr().err
+    assert "nothing was recorded, because the script ran 0 steps" in capfd.readouterr().err
 
 
 def test_a_crash_leaves_readable_traces(tmp_path: Path) -> None:

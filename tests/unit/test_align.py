@@ -269,7 +269,7 @@ def test_a_timeline_moves_to_one_clock_as_a_whole() -> None:
 def test_alignment_of_other_ranks_is_refused() -> None:
     clocks = Clocks([0, 0.05, 0], [0, 0, 0])
     alignment = clock_offsets(all_reduces(np.random.default_rng(8), clocks, 5, 5))
-    with pytest.raises(OffbeatError, match="3 ranks, the timeline has step marks of 2"):
+    with pytest.raises(OffbeatError, match="3 ranks, but the timeline has step marks of 2"):
         apply(skewed_timeline(clocks), alignment)
 
 

@@ -140,7 +140,7 @@ def test_optimize_compiles_and_casts_what_it_has_timed(job: Any, monkeypatch: py
     assert len(found.fusion) == 5
     assert found.precision is None
     assert offbeat.optimize(graph, CLUSTER, allow=("amp",), **given).precision == "bf16"
-    with pytest.raises(OffbeatError, match="a model is timed on its example_inputs"):
+    with pytest.raises(OffbeatError, match="timing a model needs its example_inputs"):
         offbeat.optimize(graph, CLUSTER, model=model)
 
 

@@ -206,7 +206,7 @@ def test_attributes_of_other_tools_are_read(tmp_path: Path) -> None:
         (b"\x02\x0b\x00", "field 1 has the unknown wire type 3"),
         (b"\x00\x03\x12\x09a", "field 2 is cut off"),
         (b"\xff" * 11, "a number has more than 64 bits"),
-        (b"\x00\x02\x10\x05", "a number, 5, stands where a text or a message belongs"),
+        (b"\x00\x02\x10\x05", "found the number 5 instead of a text or a message"),
     ],
 )
 def test_other_files_are_refused_in_one_sentence(content: bytes, said: str, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_other_files_are_refused_in_one_sentence(content: bytes, said: str, tmp_
 
 
 def test_what_is_no_timeline(tmp_path: Path) -> None:
-    with pytest.raises(OffbeatError, match="there is no execution trace of this name"):
+    with pytest.raises(OffbeatError, match="no such execution trace"):
         chakra.read(tmp_path / "none")
     node = chakra._field(1, 1) + chakra._field(2, "x") + chakra._field(3, 7)
     (tmp_path / "plan.0.et").write_bytes(chakra._delimited(chakra._field(1, "0.0.4")) + chakra._delimited(node))

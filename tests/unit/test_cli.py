@@ -127,10 +127,10 @@ def test_a_strategy_is_said_in_words(folder: Path, capsys: pytest.CaptureFixture
     assert main(["plan", "mlp", *SMALL, "--strategy", "overlap", "-o", "s.json"]) == 0
     capsys.readouterr()
     assert main(["explain", "s.json"]) == 0
-    assert "what the next forward needs first is sent first" in capsys.readouterr().out
+    assert "messages needed first by the next forward are sent first" in capsys.readouterr().out
     assert main(["explain", "s.json", "--model", "mlp", *SMALL]) == 0
     assert "is predicted to take" in capsys.readouterr().out
-    assert "--cluster: a gain needs both" in refused(capsys, "explain", "s.json", "--model", "mlp")
+    assert "--cluster: needed to predict the gain" in refused(capsys, "explain", "s.json", "--model", "mlp")
 
 
 def test_clusters_lists_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,8 +229,8 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("plan", "vgg17", "--cluster", "B9"), "no model is called 'vgg17'"),
-        (("plan", "mlp", "--cluster", "B99"), "no cluster preset 'B99'"),
+        (("plan", "vgg17", "--cluster", "B9"), "unknown model 'vgg17'"),
+        (("plan", "mlp", "--cluster", "B99"), "unknown cluster preset 'B99'"),
         (("plan", "mlp", "--cluster", "missing.yaml"), "missing.yaml: cannot read the cluster"),
         (("plan", "mlp", *SMALL, "--strategy", "al_reduce"), "'al_reduce' is neither a builder"),
         (("plan", "mlp", *SMALL, "--strategy", "ps", "--option", "server=9"), "rank 9 is outside"),
@@ -250,12 +250,12 @@ def test_plan_of_a_users_model(folder: Path, capsys: pytest.CaptureFixture[str])
         (("emulate", "--bandwidth", "1Gbit", "--", "true"), "unknown unit 'Gbit'"),
         (("emulate", "--bandwidth=-1Gbit/s", "--", "true"), "must be finite and not negative"),
         (("emulate", "--bandwidth", "0", "--", "true"), "bandwidth: '0' is outside"),
-        (("emulate", "--hosts", "3", "--bandwidth", "1Gbit/s,2Gbit/s", "--", "true"), "2 are given for 3 hosts"),
+        (("emulate", "--hosts", "3", "--bandwidth", "1Gbit/s,2Gbit/s", "--", "true"), "2 values for 3 hosts"),
         (("emulate", "--hosts", "0", "--", "true"), "--hosts"),
-        (("emulate", "--", "no_such_script.py"), "no_such_script.py: there is no such script"),
-        (("emulate", "--", "no-such-program"), "no-such-program: there is no such program"),
+        (("emulate", "--", "no_such_script.py"), "no_such_script.py: no such script"),
+        (("emulate", "--", "no-such-program"), "no-such-program: no such program"),
         (("demo", "--bandwidth", "fast"), "'fast' is not a number with a unit"),
-        (("demo", "--model", "vgg17"), "no model is called 'vgg17'"),
+        (("demo", "--model", "vgg17"), "unknown model 'vgg17'"),
     ],
 )
 def test_bad_arguments(arguments: tuple[str, ...], part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +268,7 @@ def test_bad_arguments(arguments: tuple[str, ...], part: str, folder: Path, caps
     [
         ("nodes: [{bandwidth: 10Gbit}]", "unknown unit 'Gbit'"),
         ("nodes: [{bandwidth: -1Gbit/s}]", "'-1Gbit/s' must be finite and not negative"),
-        ("nodes: [{bandwith: 1Gbit/s}]", "nodes[0].bandwith: there is no such field"),
+        ("nodes: [{bandwith: 1Gbit/s}]", "nodes[0].bandwith: no such field"),
         ("nodes: [{memory: 16GiB", "not valid YAML"),
         ("", "it must hold a mapping"),
     ],
@@ -400,7 +400,7 @@ def test_emulate_ends_as_its_job_does(folder: Path) -> None:
 def test_emulate_ends_a_job_that_hangs(folder: Path) -> None:
     Path("hang.py").write_text("import time\ntime.sleep(60)\n")
     done = emulated("--hosts", "2", "--timeout", "1", "--", "hang.py", cwd=folder)
-    assert (done.returncode, done.stderr) == (124, "offbeat: the job ended with exit code 124: the 1 s were up\n")
+    assert (done.returncode, done.stderr) == (124, "offbeat: the job ended with exit code 124: timed out after 1 s\n")
 
 
 def test_demo_compares_measured_steps(folder: Path) -> None:

@@ -56,7 +56,7 @@ def test_optimize_prints_fully_sharded_strategies_as_torch_code() -> None:
     job = ["gpt2", "--scale", "0.25", "--cluster", "B7"]
     result = CliRunner().invoke(app, ["optimize", *job, "--time-limit", "2", "--memory-limit", "70MiB"])
     assert result.exit_code == 0, result.output
-    before, _, code = result.stdout.partition("The same in a script without Offbeat")
+    before, _, code = result.stdout.partition("The equivalent torch code")
     assert before.startswith("A step of 'optimize' is predicted to take")
     compile(code.partition("\n\n")[2], "pasted", "exec")
     assert "fully_shard(model, reshard_after_forward=" in code
@@ -65,9 +65,9 @@ def test_optimize_prints_fully_sharded_strategies_as_torch_code() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["optimize", "mlp"], "--cluster: it is needed"),
+        (["optimize", "mlp"], "--cluster: required"),
         (["optimize", "mlp", "--cluster", "nowhere"], "nowhere"),
-        (["run", "missing.py"], "missing.py: there is no such script"),
+        (["run", "missing.py"], "missing.py: no such script"),
         (["run", "--strategy", "nope.json", __file__], "'nope.json' is neither a builder ("),
         (["run", "--strategy", __file__, __file__], "not valid JSON"),
         (["run", "--strategy", "/", __file__], "/: cannot read the strategy: Is a directory"),
@@ -102,7 +102,7 @@ offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 """
 
 
-NEVER = "train.py: it ended without a call of offbeat.distribute, so the strategy 'ddp' was not used"
+NEVER = "train.py: ended without calling offbeat.distribute, so the strategy 'ddp' was not used"
 IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CALLS!r}], check=True)"
 
 

@@ -220,8 +220,8 @@ TABLE = TWO + "tables: [{collective: %s, groups: %s, sizes_bytes: %s, seconds: %
         ("nodes: [{memory: 1e400}]", "nodes[0].memory: '1e400' must be finite and not negative"),
         ("nodes: [{memory: null}]", "nodes[0].memory: None is not a number or a text such as '16GiB'"),
         ("nodes: [{peak_flops: 0}]", "nodes[0].peak_flops: 0 must be more than zero"),
-        ("nodes: [{bandwidh: 3}]", "nodes[0].bandwidh: there is no such field, got 3"),
-        ("nodes: [{}]\nnode: 1", "node: there is no such field, got 1"),
+        ("nodes: [{bandwidh: 3}]", "nodes[0].bandwidh: no such field, got 3"),
+        ("nodes: [{}]\nnode: 1", "node: no such field, got 1"),
         ("nodes: [{name: ' '}]", "nodes[0].name: ' ' must be 1 to 200 printable characters"),
         ('nodes: [{device: "a\\nb"}]', "nodes[0].device: 'a\\nb' must be 1 to 200 printable characters"),
         ("nodes: [{name: 3}]", "nodes[0].name: input should be a valid string, got 3"),
@@ -481,7 +481,7 @@ def test_local():
 
 
 def test_unknown_presets_list_the_known_ones():
-    with pytest.raises(OffbeatError, match=r"there is no cluster preset 'B13'; the presets are A1, .*, a10g$"):
+    with pytest.raises(OffbeatError, match=r"unknown cluster preset 'B13'; known: A1, .*, a10g$"):
         ClusterSpec.preset("B13")
     with pytest.raises(OffbeatError, match="nodes: 3 does not fit preset 'B9', whose nodes are of several kinds"):
         ClusterSpec.preset("B9", nodes=3)

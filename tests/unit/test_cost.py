@@ -148,7 +148,7 @@ def test_alone_or_with_nothing_to_send_nothing_is_paid():
 
 
 def test_an_unknown_collective_is_refused():
-    with pytest.raises(OffbeatError, match="no collective is called 'scatter'"):
+    with pytest.raises(OffbeatError, match="unknown collective 'scatter'"):
         collective_seconds("scatter", (0, 1), 1, cluster())
     with pytest.raises(OffbeatError, match="bytes must be at least 0, got -1"):
         collective_seconds("all_reduce", (0, 1), -1, cluster())

@@ -222,7 +222,7 @@ def test_text_names_what_matters():
     assert "grads (1000 B): 30 ms exposed, 26.67 ms waiting" in text
     assert "critical path: backward 74%, communication 22%, optimizer 4%" in text
     many = diagnose(job([0.060] * 40)).text()
-    assert "and 24 ranks that compute less" in many
+    assert "and 24 ranks with less compute" in many
     assert "straggler: none" in many
 
 

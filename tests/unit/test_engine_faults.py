@@ -133,7 +133,7 @@ def test_ranks_that_disagree_are_refused_everywhere(about: str) -> None:
     outcomes, _ = run_to_end(MemoryJob(RANKS), rank)
     for error in outcomes:
         assert isinstance(error, StrategyError)
-        assert str(error) == f"rank 3 has another {about} than rank 0"
+        assert str(error) == f"rank 3 has a different {about} than rank 0"
 
 
 def test_asynchronous_servers_are_refused_on_gpus() -> None:

@@ -172,7 +172,7 @@ def test_under_a_limit_that_replication_breaks_the_fastest_that_fits_is_found():
     with pytest.raises(OffbeatError, match="is not enough for"):
         search(graph, FOUR, rounds=0, memory_limit=limit // 3, micro_batches=False)
     text = explain(found.strategy, graph, FOUR).text()
-    assert "modules are gathered and reduced one by one" in text
+    assert "modules are gathered and reduced separately" in text
 
 
 def test_auto_leaves_a_tenth_of_the_smallest_device():

@@ -124,7 +124,7 @@ def test_a_step_that_takes_another_path_is_an_error_and_no_wrong_number(compilat
     fused(model, REGION)
     trained(model)
     setattr(model, change, (lambda x: x + 1) if change == "between" else True)
-    with pytest.raises(StrategyError, match="so the two cannot be one region"):
+    with pytest.raises(StrategyError, match="so the two cannot form one region"):
         trained(model)
 
 

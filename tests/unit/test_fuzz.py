@@ -113,11 +113,11 @@ def write_recording(folder: Path, **changes: Any) -> Path:
     ("changes", "sentence"),
     [
         ({"l0_world": 10**12}, "world: .* got 1000000000000"),
-        ({"l0_rank": 2}, "there is no rank 2 among 2"),
-        ({"l0_gradients": ["lost.weight"]}, "the gradient 'lost.weight' is of no parameter"),
+        ({"l0_rank": 2}, "rank 2 is outside the job of 2 ranks"),
+        ({"l0_gradients": ["lost.weight"]}, "the gradient 'lost.weight' belongs to no parameter"),
         ({"l0_parameters": [["a", [-1], "float32"]], "l0_gradients": []}, r"parameters\[0\].* got -1"),
         ({"l0_parameters": [["a", [2**39] * 9, "float32"]], "l0_gradients": []}, "is not a tensor's shape"),
-        ({"l0_parameters": [["a", [1], "float7"]], "l0_gradients": ["a"]}, "'float7' is not a type"),
+        ({"l0_parameters": [["a", [1], "float7"]], "l0_gradients": ["a"]}, "'float7' is not a gradient's dtype"),
         ({"l5_forward": [[7, 0.0, 0.0]]}, "step 2 names a module or a gradient that the job does not have"),
         ({"l5_backward": [[-1, 0.0]]}, r"backward\[0\]\[0\]: .* got -1"),
         ({"l5_local": [["sleep", [], 0.0, 0.0]]}, r"local\[0\]\[0\]: .* got 'sleep'"),
@@ -144,7 +144,7 @@ def test_a_recording_of_thousands_of_ranks_names_some_that_are_missing(tmp_path:
     write_recording(tmp_path, l0_world=16_000)
     _, notes = read_traces(tmp_path)
     assert notes[0].endswith(
-        "of 16000 ranks, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … left no readable trace"
+        "ranks without a readable trace, of 16000: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, …"
     )
 
 
@@ -184,7 +184,7 @@ def changed_store(folder: Path, *statements: str, values: tuple[Any, ...] = ()) 
 )
 def test_a_store_with_anything_else_in_it_is_refused(tmp_path: Path, statement: str) -> None:
     path = changed_store(tmp_path, statement)
-    with pytest.raises(OffbeatError, match=r"t.sqlite: not a trial store: it holds the (view|trigger|table) 'v'"):
+    with pytest.raises(OffbeatError, match=r"t.sqlite: not a trial store: it contains the unknown \w+ 'v'"):
         TrialStore(path)
 
 
@@ -221,7 +221,7 @@ def test_a_graph_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path, monkeypat
 def test_a_field_with_odd_characters_is_named_on_one_line() -> None:
     with pytest.raises(OffbeatError) as caught:
         Strategy.from_json('{"a\\nb": 1}')
-    assert str(caught.value) == "strategy: not a strategy: 'a\\nb': there is no such field, got 1"
+    assert str(caught.value) == "strategy: not a strategy: 'a\\nb': no such field, got 1"
 
 
 def test_millions_of_values_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_long_value_is_scanned_a_few_times_however_the_file_is_cut(
     def seconds(chunk: int) -> float:
         monkeypatch.setattr(stream, "_CHUNK", chunk)
         began = time.process_time()
-        with pytest.raises(OffbeatError, match="it holds no event"):
+        with pytest.raises(OffbeatError, match="no event has a start"):
             load_recording(path)
         return time.process_time() - began
 

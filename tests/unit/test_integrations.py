@@ -112,7 +112,7 @@ def test_no_hook_without_encoders() -> None:
 
     assert ddp.add_encoders(Job(), "wfbp") is False  # type: ignore[arg-type]
     Job._comm_hooks = (object(),)
-    with pytest.raises(OffbeatError, match="has a communication hook already"):
+    with pytest.raises(OffbeatError, match="already has a communication hook"):
         ddp.add_encoders(Job(), "wfbp")  # type: ignore[arg-type]
 
 

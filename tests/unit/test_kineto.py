@@ -249,7 +249,7 @@ def test_steps_not_recorded_by_all_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "rank1.json").write_text(json.dumps(cuda_trace(1)).replace("ProfilerStep#8", "ProfilerStep#9"))
     timeline, notes = read_folder(tmp_path)
     assert timeline.marks.shape == (2, 2)
-    assert notes == ["2 steps that not all ranks recorded one after another were left out"]
+    assert notes == ["2 steps were left out, because not all ranks recorded them consecutively"]
 
 
 def test_a_job_without_communication_says_so(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_rank_comes_from_the_file_else_its_name_else_the_caller(tmp_path: Pa
         path.write_text(json.dumps(document))
     assert read_trace(named).ranks == (5,)
     assert read_trace(other, rank=2).ranks == (2,)
-    with pytest.raises(OffbeatError, match=r"trace.json: cannot tell the trace's rank"):
+    with pytest.raises(OffbeatError, match=r"trace.json: the trace's rank is unknown"):
         read_trace(other)
 
 
@@ -311,8 +311,8 @@ GOOD = json.dumps(cuda_trace(0)).encode()
         (pickle.dumps({}), "it is a pickle"),
         (b'{"a": 1}', "no field 'traceEvents'"),
         (b'{"traceEvents": 5}', "'traceEvents' is not a list"),
-        (b'{"traceEvents": []}', "no event with a start"),
-        (b"[1, 2, 3]", "no event with a start"),
+        (b'{"traceEvents": []}', "no event has a start"),
+        (b"[1, 2, 3]", "no event has a start"),
         (GOOD[: len(GOOD) // 2], "it is cut off"),
         (GOOD[:-1], "it is cut off"),
         (GOOD[:40], "it is cut off"),
@@ -364,15 +364,15 @@ def test_one_bad_file_does_not_stop_the_others(tmp_path: Path) -> None:
     timeline, notes = read_folder(tmp_path)
     assert timeline.ranks == (0, 1)
     assert "rank2.json: cannot read the trace: it is cut off" in notes[0]
-    assert "rank3.json: left out, because rank0.json is a trace of rank 0 too" in notes[1]
+    assert "rank3.json: left out, because rank0.json is also a trace of rank 0" in notes[1]
 
 
 def test_a_folder_without_a_usable_trace_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OffbeatError, match="there is no trace in it"):
+    with pytest.raises(OffbeatError, match="contains no traces"):
         read_folder(tmp_path)
     for rank in range(2):
         (tmp_path / f"rank{rank}.json").write_text("{}")
-    with pytest.raises(OffbeatError, match=r"none of its traces can be used: .*rank0.json.*\(and 1 more\)"):
+    with pytest.raises(OffbeatError, match=r"contains no usable trace: .*rank0.json.*\(and 1 more\)"):
         read_folder(tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_a_search_is_never_worse_than_builders(monkeypatch: pytest.MonkeyPatch) 
         ({"straggler_rank": -1}, "straggler_rank"),
         ({"wire": "fp8"}, "wire"),
         ({"strategy": "x" * 1000}, "strategy"),
-        ({"path": "/etc/passwd"}, "path: there is no such field"),
+        ({"path": "/etc/passwd"}, "path: no such field"),
         ([], "must be a mapping"),
         (None, "must be a mapping"),
     ],
@@ -191,8 +191,8 @@ def test_states_that_cannot_be_replayed(session: Session, recording: Path, monke
     assert session.replay(State(workers=4096, strategy="byteps"))["step_seconds"] > 0
     monkeypatch.setattr("offbeat.report.live.MOST_SERVER_PARTS", 20_000)
     for state, part in [
-        (State(strategy="no_such"), "there is no 'no_such'"),
-        (State(strategy=str(recording / "rank0.jsonl")), "there is no '"),
+        (State(strategy="no_such"), "unknown strategy 'no_such'"),
+        (State(strategy=str(recording / "rank0.jsonl")), "unknown strategy '"),
         (State(straggler=2.0, straggler_rank=9), "rank 9 is outside the job's ranks 0 to 3"),
         (State(workers=4096, strategy="partitioned_ps"), "take too long for this page"),
     ]:
@@ -260,7 +260,7 @@ def test_asking_for_numbers(live: LiveServer, session: Session) -> None:
     assert answer["step_seconds"] == session.replay(State(bandwidth=2.0))["step_seconds"]
     assert post(live, "memory", {})[1] == session.memory(State())
     assert post(live, "rank", {"strategy": "ddp"})[1]["step_seconds"] > 0
-    assert "there is no 'no_such'" in post(live, "replay", {"strategy": "no_such"})[1]["refused"]
+    assert "unknown strategy 'no_such'" in post(live, "replay", {"strategy": "no_such"})[1]["refused"]
 
 
 @pytest.mark.parametrize(
@@ -540,12 +540,12 @@ def test_a_port_that_is_taken(session: Session) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("view",), "name either a trace or a --model"),
+        (("view",), "give either a trace or --model"),
         (("view", "job", "--model", "mlp"), "not both"),
-        (("view", "job", "--cluster", "B7"), "--cluster: it goes with --model"),
-        (("view", "--model", "mlp"), "--cluster: it is needed"),
+        (("view", "job", "--cluster", "B7"), "--cluster: needs --model"),
+        (("view", "--model", "mlp"), "--cluster: required"),
         (("view", "--model", "no_such", "--cluster", "B7"), "no_such"),
-        (("view", "missing"), "missing: there is no such trace"),
+        (("view", "missing"), "missing: no such trace"),
         (("view", "job", "--port", "70000"), "--port"),
     ],
 )
@@ -576,7 +576,7 @@ def test_the_command_serves_until_it_is_interrupted(recording: Path) -> None:
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
             assert process.stderr is not None
-            assert process.stderr.read() == "offbeat: the page is closed\n"
+            assert process.stderr.read() == "offbeat: stopped\n"
         finally:
             if process.poll() is None:
                 process.kill()

@@ -57,7 +57,7 @@ def test_a_wrong_path(command: str, folder: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("command", [("plan",), ("frontier",), ("optimize",), ("view", "--model")])
 def test_a_wrong_model(command: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sentence = refused(capsys, *command, "resnet5", "--cluster", "B9")
-    assert "no model is called 'resnet5'" in sentence
+    assert "unknown model 'resnet5'" in sentence
     assert "resnet50" in sentence, "it suggests what may have been meant"
 
 

@@ -29,9 +29,9 @@ def shown() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("strategy", "what the next forward needs first is sent first"),
+        ("strategy", "messages needed first by the next forward are sent first"),
         ("timeline", "predicted step"),
-        ("frontier", "collective is under way"),
+        ("frontier", "collective is in flight"),
         ("handle", "<li>step 40: keeps &lt;pace&gt;</li>"),
     ],
 )

@@ -51,7 +51,7 @@ NAMES = [
 COMMANDS = {
     "Start here": ["tour", "demo", "doctor"],
     "Make a job faster": ["profile", "report", "view", "replay", "optimize", "run", "tune", "trials"],
-    "Plan before there is a job": ["models", "clusters", "builders", "plan", "explain", "frontier", "calibrate"],
+    "Plan without a job": ["models", "clusters", "builders", "plan", "explain", "frontier", "calibrate"],
     "Run a script on several hosts": ["emulate", "launch"],
 }
 

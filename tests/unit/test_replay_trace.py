@@ -202,7 +202,7 @@ def test_collectives_are_known_by_their_names(name: str, verb: str) -> None:
 
 
 def test_an_unknown_straggler_is_refused() -> None:
-    with pytest.raises(OffbeatError, match="there is no rank 7"):
+    with pytest.raises(OffbeatError, match="rank 7 is not among"):
         replay_trace(job(), stragglers={7: 2.0})
 
 
@@ -217,15 +217,15 @@ def test_a_saved_timeline_is_a_recording(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "part"),
     [
-        ({}, "there is no trace in it"),
+        ({}, "contains no traces"),
         ({"rank0.json": b""}, "rank0.json"),
         ({"rank0.json": b'{"traceEvents": [{"ph": "X", "ts'}, "rank0.json"),
         ({"rank0.json": b"\x1f\x8b\x08\x00broken"}, "rank0.json"),
         ({"notes.json": b"[1, 2, 3]"}, "notes.json"),
         ({"deep.json": b"[" * 100_000}, "deep.json"),
-        ({"rank0.jsonl": b""}, "its first line says no"),
+        ({"rank0.jsonl": b""}, "its first line lacks"),
         ({"rank0.jsonl": b'{"offbeat_trace": 2}\n'}, "not a trace of Offbeat's recorder: rank: it is required"),
-        ({"rank0.jsonl": b'{"offbeat_trace": 1}\n'}, "its first line says no 'offbeat_trace': 2"),
+        ({"rank0.jsonl": b'{"offbeat_trace": 1}\n'}, "its first line lacks 'offbeat_trace': 2"),
         ({"rank0.jsonl": b"\x00\xff\n"}, "not a trace"),
     ],
 )

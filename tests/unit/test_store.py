@@ -91,7 +91,7 @@ def test_a_bad_file_names_its_line_and_stores_nothing(tmp_path):
         with pytest.raises(OffbeatError, match=r"trials\.jsonl:2: not a trial: strategy: it is required"):
             store.import_folder(tmp_path / "out")
         assert store.domains() == []
-        with pytest.raises(OffbeatError, match="holds no domain"):
+        with pytest.raises(OffbeatError, match="contains no domain"):
             store.import_folder(tmp_path / "nothing")
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_store_is_refused_in_one_sentence(tmp_path):
         TrialStore(tmp_path / "text")
     with pytest.raises(OffbeatError, match="cannot open the trial store"):
         TrialStore(tmp_path / "no" / "folder.sqlite")
-    with pytest.raises(ValueError, match="must be positive, not None"):
+    with pytest.raises(ValueError, match="must have positive seconds, not None"):
         Trial(trial(0).strategy, "done")
 
 

@@ -182,14 +182,14 @@ def in_shard(**fields: Any) -> dict[str, Any]:
     [
         ({"format": 0}, "s.json: format: 0 is not a format this Offbeat reads (1)"),
         ({"format": "2"}, "s.json: format: '2' is not a format this Offbeat reads (1)"),
-        ({"format": 1, "colour": 3}, "not a strategy: colour: there is no such field, got 3"),
+        ({"format": 1, "colour": 3}, "not a strategy: colour: no such field, got 3"),
         ({"accumulation": 0}, "accumulation: input should be greater than or equal to 1, got 0"),
         ({"replicas": [1, 1]}, "replicas [1, 1] name a rank twice"),
         ({"replicas": [0, -1]}, "replicas[1]: input should be greater than or equal to 0, got -1"),
         ({"replicas": [0, 1], "weights": [1.0]}, "1 weights are given for 2 replicas"),
         ({"weights": [0.0]}, "weights[0]: input should be greater than 0, got 0.0"),
         (in_shard(synchronizer="gossip"), "variables.w.shards[0].synchronizer: input should be 'all_reduce'"),
-        (in_shard(colour=3), "variables.w.shards[0].colour: there is no such field"),
+        (in_shard(colour=3), "variables.w.shards[0].colour: no such field"),
         (
             in_shard(synchronizer="parameter_server"),
             "shard is placed on one rank, its owner, not on []",

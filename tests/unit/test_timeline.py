@@ -217,7 +217,7 @@ SPOILED = [
     (_set("offbeat", 3), "offbeat"),
     (_set("offbeat.marks", [[0.0, 1.0], [0.0]]), "offbeat.marks: every rank must have equally many"),
     (_set("offbeat.marks", [["0"]]), r"offbeat\.marks\[0\]\[0\]: .* got '0'"),
-    (_set("offbeat.critical", [10**6]), "offbeat.critical: there is no span 1000000"),
+    (_set("offbeat.critical", [10**6]), "offbeat.critical: no span 1000000"),
     (_set("offbeat.tracks", []), r"tid|offbeat\.tracks"),
     (_set("offbeat.format", 2), "offbeat.format: .* got 2"),
     (_set("offbeat.source", "guessed"), "offbeat.source: .* got 'guessed'"),

@@ -1,4 +1,4 @@
-"""How ranks talk: one protocol (`protocol`), on torch's process groups."""
+"""Communication between ranks: one protocol (`protocol`), on torch's process groups."""
 
 from offbeat.runtime.comm.channels import Channels, Key
 from offbeat.runtime.comm.protocol import Channel, CommunicationFailed, Work, World

@@ -1,6 +1,6 @@
-"""A plan → the channels that one rank needs for its part of it.
+"""The channels that one rank needs for its part of a plan.
 
-Gradients and returning parameters use channels of their own, so that neither can hold the other up. A channel starts
+Gradients and returning parameters use separate channels, so that neither can delay the other. A channel starts
 its collectives in the order in which they are put in; every rank puts them in in the plan's order.
 """
 
@@ -14,7 +14,7 @@ from offbeat.runtime.comm.protocol import Channel, World
 from offbeat.runtime.comm.relay import Relay
 
 Key = tuple[str, tuple[int, ...], int, int | None]
-"""What a channel is for, its ranks, how many of its collectives may be under way, and how many bytes of them."""
+"""The purpose of a channel, its ranks, and its limits on collectives and bytes in flight."""
 
 
 class Channels:
@@ -37,7 +37,7 @@ class Channels:
             opened[key] = channel if credit is None else CreditChannel(channel, credit)
         told = opened.get(("command", (everyone[0], *_apart(plan)), self.limits[0], None))
         self.commands = None if told is None else Commands(told)
-        """The first replica's way to ranks that hold none; None on other replicas."""
+        """The first replica's commands to ranks without a replica; None on other replicas."""
         control = opened["control", everyone, self.limits[0], None] if plan.rank in everyone else told
         assert control is not None
         self.control = control
@@ -54,15 +54,15 @@ class Channels:
         self.direct = opened.get(("direct", plan.participants, self.limits[0], None))
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
-        """For gradients on their way to who applies them."""
+        """For gradients on the way to the rank that applies them."""
         return self.opened["up", ranks, *self.limits]
 
     def back(self, ranks: tuple[int, ...]) -> Channel:
-        """For parameters on their way back."""
+        """For parameters on the way back."""
         return self.opened["back", ranks, *self.limits]
 
     def leave(self) -> None:
-        """The plan is over. Its channels stay open for others, but for the servers' own: their threads end with it."""
+        """Ends the use by this plan. Channels stay open for others, except the servers': their threads end."""
         for relay in self.relays.values():
             relay.close()
         for key in [key for key in self.opened if key[0] == "direct"]:
@@ -75,7 +75,7 @@ class Channels:
         while self.opened:
             self.opened.popitem()[1].close(deadline)
         for relay in self.relays.values():
-            # What was still under way has been broken off.
+            # Collectives still in flight have been aborted.
             relay.close(time.monotonic() + 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the first replica tells ranks that hold none: which part of a step comes next, and what they need for it.
+"""Commands from the first replica to ranks without a replica: the next part of a step and its inputs.
 
 Every replica does the same in the same order, so that one of them can speak for all.
 """
@@ -17,7 +17,7 @@ _TAG = 7
 
 
 class Commands:
-    """One end of the way from the first replica to the ranks that hold none."""
+    """One end of the connection from the first replica to the ranks without a replica."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -29,7 +29,7 @@ class Commands:
         return self.channel.index == 0
 
     def tell(self, command: str, **facts: Any) -> None:
-        """Gives every server a command; nothing on other replicas."""
+        """Sends every server a command; does nothing on other replicas."""
         for server in self.servers:
             self.send(server, (command, facts))
 

@@ -1,6 +1,6 @@
-"""A process group of gloo → its sockets, which can be shut down.
+"""Shut down the sockets of a gloo process group.
 
-Gloo has no call that ends a collective under way: its abort() and shutdown() do nothing to it, and deleting the group
+Gloo has no call that ends a collective in flight: its abort() and shutdown() do nothing to it, and deleting the group
 waits for it. Without connections it fails at once, on every rank, and the group's threads end.
 """
 
@@ -10,13 +10,13 @@ import socket
 from pathlib import Path
 
 OpenSocket = tuple[int, int]
-"""A descriptor, and the inode by which a later socket with the same descriptor differs."""
+"""A descriptor, and the inode that distinguishes it from a later socket with the same descriptor."""
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def open_sockets() -> frozenset[OpenSocket]:
-    """This process's sockets; none where the system does not list them."""
+    """This process's sockets; none if the system does not list them."""
     found = set()
     if _DESCRIPTORS.exists():
         for entry in os.listdir(_DESCRIPTORS):
@@ -28,7 +28,7 @@ def open_sockets() -> frozenset[OpenSocket]:
 
 
 def shut_down(sockets: frozenset[OpenSocket]) -> None:
-    """Breaks these connections off; whoever owns the sockets still has to close them."""
+    """Shuts these connections down; the owner of the sockets still has to close them."""
     for descriptor, inode in sockets & open_sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if os.fstat(connection.fileno()).st_ino == inode:

@@ -1,6 +1,6 @@
-"""A channel → the same channel with no more than so many bytes under way: ByteScheduler's credit.
+"""Limit the bytes in flight on a channel: ByteScheduler's credit.
 
-A collective starts when it fits beside those that have not ended, or when none is left. Who ends one starts the next
+A collective starts when it fits in with those in flight, or when there are none. Whoever ends one starts the next
 ones, on whatever thread the backend tells of it, so that nobody has to look. All ranks put the same collectives in, in
 the same order, and each starts them in that order; the first that has not ended always may start, so that no rank waits
 for another for ever. NCCL runs the collectives of a channel one by one, so that a credit changes nothing there.
@@ -93,7 +93,7 @@ class CreditChannel:
 
 
 class CreditWork:
-    """A collective that is under way or waits for it."""
+    """A collective in flight or waiting to start."""
 
     def __init__(self, start: Callable[[], Work], size: int) -> None:
         self.start = start
@@ -105,7 +105,7 @@ class CreditWork:
         self.reports: list[Callable[[Moment], None]] = []
 
     def begin(self) -> None:
-        """Puts the collective into the channel; what fails is told to whoever waits."""
+        """Puts the collective into the channel; failures are reported to those who wait for it."""
         try:
             self.work = self.start()
         except Exception as error:

@@ -1,11 +1,11 @@
-"""A fault of the job → the ranks to blame for it.
+"""Find the ranks that caused a failure of the job.
 
 When a rank dies, collectives fail on the others one by one, some only because a survivor has ended. So every rank keeps
 a port open from the start. The kernel closes it with the process, which tells a dead rank from a busy one, and holds
 what others write to it until somebody reads: a survivor that finds the dead rank tells all others before it ends. No
 store is needed, which may have died with its rank.
 
-Gloo's collectives fail on the host, which then asks who is to blame. Those of NCCL run on the GPU: when a rank dies
+Gloo's collectives fail on the host, which then asks for the cause. Those of NCCL run on the GPU: when a rank dies
 they never end, and the host waits with them, be it in `item()` or as it exits. There a thread (`DeathWatch`) holds a
 connection to every rank's port, which breaks with the process at its other end, and ends this process.
 """
@@ -25,12 +25,12 @@ from offbeat.runtime.comm.protocol import World
 from offbeat.runtime.lifetime import close_at_exit, script_failed
 
 GRACE = timedelta(seconds=3)
-"""How long a rank that met a fault waits for the others to say that they met it too."""
+"""How long a rank that saw a failure waits for the others to report it too."""
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 1.0
 _WATCH_SECONDS = 0.5
 _LAST_SECONDS = 2.0
-"""Between a rank's death and the end of a survivor: all survivors must have seen the former before the latter."""
+"""Time between a rank's death and the end of a survivor: all survivors must see the death first."""
 
 
 class Liveness:
@@ -41,7 +41,7 @@ class Liveness:
         self.world = world
         self.addresses: dict[int, tuple[str, int]] = {}
         self.left: set[int] = set()
-        """Ranks that have said farewell."""
+        """Ranks that have said goodbye."""
         self._reading = threading.Lock()
         address = _own_address()
         self.port = None if address is None else socket.create_server((address, 0), backlog=1024)
@@ -58,11 +58,11 @@ class Liveness:
         self._read()
 
     def dead(self) -> list[int]:
-        """Ranks whose process has ended, as their ports tell."""
+        """Ranks whose process has ended, as their closed ports show."""
         return [rank for rank in self.addresses if not self._reach(rank)]
 
     def blame(self) -> list[int]:
-        """Ranks that are dead, or else those that do not say within the grace time that they met the fault too."""
+        """The dead ranks, or else those that do not report the failure within the grace time."""
         heard: set[int] = set()
         deadline = time.monotonic() + GRACE.total_seconds()
         told = False
@@ -86,7 +86,7 @@ class Liveness:
         self._tell_all([], leaves=True)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank that is gone had said farewell."""
+        """Whether a rank that is gone said goodbye before."""
         self._read()
         return rank in self.left
 
@@ -104,7 +104,7 @@ class Liveness:
         return True
 
     def _read(self) -> list[tuple[int, list[int]]]:
-        """The messages that wait at this rank's port: whose they are, and which ranks they blame."""
+        """The messages waiting at this rank's port: their senders, and the ranks they blame."""
         messages = []
         with self._reading:
             while self.port is not None:
@@ -136,7 +136,7 @@ class DeathWatch(threading.Thread):
         close_at_exit(self)
 
     def close(self, deadline: float) -> None:
-        """At the end of the script: tells the others, unless it has failed; nobody is watched any more."""
+        """At the end of the script: tells the others, unless it has failed, and stops watching."""
         self._closed = True
         if not script_failed():
             self.liveness.say_farewell()
@@ -161,7 +161,7 @@ class DeathWatch(threading.Thread):
                 time.sleep(_WATCH_SECONDS)
 
     def _lives(self, rank: int) -> bool:
-        """Whether the rank's process is there, or has left in peace; connects again where its port was only read."""
+        """Whether the rank's process is alive or has said goodbye; reconnects if its port was only read."""
         if rank in self.liveness.left:
             return True
         connection = self._held.get(rank)
@@ -189,7 +189,7 @@ class DeathWatch(threading.Thread):
 
 
 def _own_address() -> str | None:
-    """The address at which the job's other machines reach this one; None where the launcher does not tell."""
+    """The address at which the job's other machines reach this one; None if the launcher does not say."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Connecting a datagram socket sends nothing, it only chooses the interface.

@@ -1,4 +1,4 @@
-"""What the runtime asks of the job it runs in: its ranks, a store, and channels among them.
+"""The interface between the runtime and its job: ranks, a store, and channels among them.
 
 `torch_world` and `torch_channel` implement it on torch's process groups. Unit tests have an implementation in memory,
 with a thread per rank.
@@ -22,7 +22,7 @@ class CommunicationFailed(RuntimeError):
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
         """Blocks the host (CPU) or the current stream (GPU) until it has ended; CommunicationFailed if it failed."""
@@ -77,9 +77,9 @@ class Channel(Protocol):
         """Waits for a message from one rank."""
 
     def close(self, deadline: float | None = None) -> None:
-        """Leaves the channel once everything under way has ended; the others' collectives with it fail from then on.
+        """Leaves the channel once everything in flight has ended; the others' collectives on it fail from then on.
 
-        What is still under way at `deadline` (time.monotonic) is broken off, and so fails on all ranks.
+        Collectives still in flight at `deadline` (time.monotonic) are aborted, and so fail on all ranks.
         """
 
 
@@ -114,4 +114,4 @@ class World(Protocol):
         """The ranks that caused the failure seen here; none if that cannot be told."""
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Prepares to tell which of these ranks is lost when a collective fails; every one of them must call it."""
+        """Prepares to find which of these ranks is lost when a collective fails; all of them must call it."""

@@ -1,4 +1,4 @@
-"""A tensor on every rank → their sum on every rank, by way of one of them: BytePS's summation service.
+"""Sum a tensor over all ranks through one of them: BytePS's summation service.
 
 Each rank sends its gradient to the root once and receives the sum once, in opposite directions of its link, so that a
 slow link carries less than in a ring. The root may hold a replica or be a server that holds none. Its two threads take
@@ -19,7 +19,7 @@ from offbeat.timeline.clock import Moment
 
 
 class Relay:
-    """The sums that one root makes, on one rank; the root is the last of the channels' ranks."""
+    """The sums made by one root, on one rank; the root is the last of the channels' ranks."""
 
     def __init__(self, up: Channel, back: Channel, adds: bool, window: int) -> None:
         """Nothing else uses `up` and `back`. A root that `adds` has a gradient of its own; it takes in no more than
@@ -31,7 +31,7 @@ class Relay:
         self.asked: SimpleQueue[tuple[torch.Tensor, Future[Work]] | None] = SimpleQueue()
         self.arriving: SimpleQueue[tuple[torch.Tensor, Future[Work], torch.Tensor, Work] | None] = SimpleQueue()
         self.spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        """Memory for what arrives, by its length and element type."""
+        """Buffers for arriving tensors, by length and dtype."""
         loops = (self._take_in, self._send_out) if up.index == up.size - 1 else ()
         self.threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
         for thread in self.threads:
@@ -48,7 +48,7 @@ class Relay:
         return RootWork(sent)
 
     def close(self, deadline: float | None = None) -> None:
-        """Waits until everything that was started has ended, or until `deadline` (time.monotonic)."""
+        """Waits until everything started has ended, or until `deadline` (time.monotonic)."""
         self.asked.put(None)
         for thread in self.threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -82,7 +82,7 @@ class Relay:
 
 
 class ClientWork:
-    """A gradient on its way to the root, and the sum on its way back."""
+    """A gradient in flight to the root, and the sum in flight back."""
 
     __slots__ = ("received", "sent")
 

@@ -30,18 +30,18 @@ STRAIGHT_RANKS = range(2, 9)
 everybody's links, slow ones too, in both directions. With more, the root would hold too many gradients until they are
 summed."""
 BREAK_OFF_SECONDS = 2.0
-"""How long collectives may take to fail once their connections are gone."""
+"""How long collectives may take to fail once their connections are closed."""
 SIGNAL_SECONDS = timedelta(seconds=1)
 """How long a wait may keep Python from handling a signal, such as Ctrl-C."""
 
 
 def goes_straight(backend: str, ranks: int) -> bool:
-    """Whether reduces and broadcasts among so many ranks use no link but the root's and each other's own."""
+    """Whether reduces and broadcasts among this many ranks use only the links of the root and of each participant."""
     return backend == "gloo" and ranks in STRAIGHT_RANKS
 
 
 def known_costs(backend: str, ranks: int) -> Costs:
-    """What is known of a job's costs before anything is measured: the ways that its messages and updates take."""
+    """Costs known before anything is measured: the paths of the job's messages and updates."""
     # Gloo's jobs compute on processors.
     return Costs(straight=goes_straight(backend, ranks), portions=backend == "gloo")
 
@@ -57,11 +57,11 @@ class TorchChannel:
         lost_ranks: Callable[[], list[int]],
         connections: frozenset[OpenSocket] = frozenset(),
     ) -> None:
-        """`connections` are the group's sockets, by which collectives under way can be broken off."""
+        """`connections` are the group's sockets, by which collectives in flight can be aborted."""
         self.group = group
         self.connections = connections
         self.under_way: deque[Any] = deque()
-        """The backend's works from the oldest on that has not ended; nobody else may know of them any more."""
+        """The backend's works, from the oldest unfinished one on; nothing else may refer to them."""
         self.lock = threading.Lock()
         self.ranks = ranks
         self.index = ranks.index(me)
@@ -176,7 +176,7 @@ class TorchChannel:
             work.wait()
 
     def keep(self, works: Sequence[Any]) -> None:
-        """Remembers works until they have ended."""
+        """Keeps works until they have ended."""
         with self.lock:
             while self.under_way and self.under_way[0].is_completed():
                 self.under_way.popleft()
@@ -199,7 +199,7 @@ class TorchChannel:
         group.shutdown()
 
     def _ended(self, deadline: float) -> bool:
-        """Whether everything under way ends, or fails, before `deadline` (time.monotonic)."""
+        """Whether everything in flight ends, or fails, before `deadline` (time.monotonic)."""
         while not all(work.is_completed() for work in list(self.under_way)):
             if time.monotonic() > deadline:
                 return False
@@ -269,7 +269,7 @@ class StreamWork:
 
 
 def _wait(work: Any) -> None:
-    """Blocks until a work of gloo's has ended, but lets Python handle signals meanwhile."""
+    """Blocks until a gloo work has ended, but lets Python handle signals."""
     while not work.is_completed():
         with suppress(RuntimeError):
             work.wait(SIGNAL_SECONDS)

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed → the World of a job."""
+"""The World of a job on a torch.distributed process group."""
 
 import time
 from collections import defaultdict
@@ -17,12 +17,12 @@ from offbeat.runtime.comm.torch_channel import TorchChannel
 from offbeat.torch_private import backend_of, default_group, default_store, open_group
 
 _generations: dict[str, Iterator[int]] = defaultdict(lambda: count(1))
-"""Of the process, not of a World: a process group made again may meet at the same store. By the group's name."""
+"""Per process, not per World: a recreated process group may use the same store. By the group's name."""
 
 FIRST_LOOK_SECONDS = 2.0
-"""After which a rank that waits for a key looks whether all others are alive."""
+"""Seconds after which a rank that waits for a key checks whether all others are alive."""
 LONGEST_POLL_SECONDS = 0.05
-"""Between two questions whether a key has been set."""
+"""Seconds between two checks whether a key has been set."""
 
 
 class TorchWorld:
@@ -45,7 +45,7 @@ class TorchWorld:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this job's collectives must lie."""
+        """The device for tensors of this job's collectives."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     def set(self, key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A plan's step on one rank: gradients out as they become ready, updates in before they are needed.
+"""Run a plan's step on one rank: send gradients as they become ready, apply updates before they are needed.
 
 `engine.py` walks the step program. `phases.py` has its states, `arrivals.py` hears from autograd, `gradients.py`
 decides what `parameter.grad` shows, `updates.py` applies what has arrived, `owners.py` does what servers do. They share

@@ -1,4 +1,4 @@
-"""Autograd's hooks → which gradients of a backward pass are complete, and when the pass has ended.
+"""Detect by autograd hooks which gradients are complete, and when a backward pass has ended.
 
 A parameter's hook is called each time autograd has added to its gradient: once in a pass, or several times where a
 checkpoint of the reentrant kind runs passes inside the pass. The first pass only counts; later ones take a gradient for
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Tells the engine of gradients that its plan synchronises; other parameters must not get one."""
+    """Reports gradients that the plan synchronises to the engine; other parameters must not get one."""
 
     def __init__(self, engine: "Engine") -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Arrivals:
         self.complete: set[str] = set()
         """Parameters whose gradient has been reported as complete in this pass."""
         self.outer = False
-        """The end of the outermost pass will be reported."""
+        """Whether the end of the outermost pass will be reported."""
         planned = engine.plan.program.carriers
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived if name in planned else _refuse, name))
@@ -46,7 +46,7 @@ class Arrivals:
             after_backward(self._end)
 
     def recover(self) -> None:
-        """Ends a pass that an error has cut short; called outside of any pass."""
+        """Ends a pass that an error cut short; called outside any pass."""
         if self.under_way or self.outer:
             self._end()
 
@@ -60,7 +60,7 @@ class Arrivals:
             return
         if name in self.complete:
             raise StrategyError(
-                f"parameter {name!r} got a further gradient after it had been sent: a checkpointed module that is "
+                f"parameter {name!r} got another gradient after it was sent: a checkpointed module that is "
                 f"used more often in some steps needs use_reentrant=False"
             )
         if self.calls[name] >= self.expected[name]:
@@ -90,6 +90,6 @@ class Arrivals:
 
 def _refuse(name: str, _: torch.Tensor) -> None:
     raise StrategyError(
-        f"parameter {name!r} gets a gradient, which it did not get in the step that was captured; give distribute() "
-        f"example_inputs that use it, or none"
+        f"parameter {name!r} got a gradient, but none in the captured step; pass example_inputs to distribute() that "
+        f"use it, or none"
     )

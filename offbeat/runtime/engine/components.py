@@ -1,4 +1,4 @@
-"""Synchronisers of a plan → components: what is waited for and applied at once."""
+"""Group a plan's synchronisers into components, which are waited for and applied at once."""
 
 from collections import defaultdict
 from typing import cast
@@ -30,18 +30,18 @@ class Component:
         """Each parameter with the place of its averaged gradient, where that is always the same."""
         self.relaxed = any(synchroniser.relaxed for synchroniser in self.synchronisers)
         self.stale = cast("list[StaleAllReduce]", self.synchronisers) if described.staleness else []
-        """The same synchronisers, or none where messages are applied in their own step."""
+        """The same synchronisers, or none if messages are applied in their own step."""
         self.optimizer = training.optimizer_of(self._replicated_units())
-        """Applies what every replica applies; None if it holds nothing of the kind."""
+        """Applies the update of every replica; None if there is nothing of the kind."""
         self.portions: Portions | None = None
-        """Applies the same slice by slice, where it has several and that can be done."""
+        """Applies the same slice by slice, if there are several and the optimizer allows it."""
         self.settled = True
-        """Its update is not outstanding."""
+        """Whether no update is pending."""
         self.hidden: set[int] = set()
         """Parameters, by id, whose gradient was taken over and whose average has not been shown since."""
 
     def _replicated_units(self) -> list[Unit]:
-        """Variables are updated whole; where some shards have an owner, the replicated ones are units of their own."""
+        """Variables are updated whole; if some shards have an owner, the replicated ones are separate units."""
         units: list[Unit] = []
         for parameter, pieces in self.pieces.items():
             if all(synchroniser.replicated for synchroniser, _ in pieces):

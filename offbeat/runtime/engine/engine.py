@@ -1,4 +1,4 @@
-"""Plan → synchronous training: gradients go out as they become ready, updates come in before they are needed.
+"""The engine: sends gradients as they become ready and applies updates before they are needed.
 
 Autograd tells the engine when each gradient is complete. A message whose gradients are all complete is loaded, and
 tasks start in the program's order as far as it is loaded; the order is the same on every rank, so nothing is
@@ -54,12 +54,12 @@ class Engine:
         self.steps = 0
         self.began: Moment = 0.0
         self.ready: list[Moment] = [0.0] * len(self.synchronisers)
-        """When the last backward pass began and each message was complete, if somebody observed it."""
+        """When the last backward pass began and each message was complete, if observed."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
         program = training.plan.program
         self.alone = len(training.plan.replicas) == 1 and all(map(_plain, training.plan.messages))
-        """Nothing is exchanged, and gradients are applied where autograd puts them."""
+        """Whether nothing is exchanged, and gradients are applied where autograd puts them."""
         self.components = [Component(each, training) for each in program.components]
         self.owners = Owners(training, aliases.held)
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
@@ -74,14 +74,14 @@ class Engine:
         for parameter in self.watched:
             watch(parameter, self, lazy=lazy and parameter.requires_grad)
         self.server: AsyncServer | None = None
-        """This rank's side of asynchronous messages, where there are any."""
+        """This rank's side of asynchronous messages, if there are any."""
         if self.channels.direct is not None:
             self.server = AsyncServer(
                 self.channels.direct, self.synchronisers, self.owners.update_alone, training.plan.replicas
             )
 
     def follow(self, plan: Plan) -> None:
-        """Issues gradients in this plan's order from the next backward pass on; all else must be as before."""
+        """Issues gradients in this plan's order from the next backward pass on; everything else must be unchanged."""
         self.plan = self.training.plan = plan
         self.order: tuple[Task, ...] = plan.program.order
         self.updates.follow(plan)
@@ -99,7 +99,7 @@ class Engine:
         self.loaded = [False] * len(self.synchronisers)
 
     def gradient_complete(self, name: str) -> None:
-        """A gradient will not change any more: messages that have waited for it last can go."""
+        """A gradient is final: messages that waited only for it can start."""
         for index in self.plan.program.carriers[name]:
             self.missing[index] -= 1
             if not self.missing[index]:
@@ -122,7 +122,7 @@ class Engine:
             self.head += 1
 
     def backward_ends(self) -> None:
-        """Variables that got no gradient contribute nothing, so that the others' messages can go."""
+        """Variables without a gradient contribute nothing, so that the other ranks' messages can go."""
         self._send_rest(self.gradients.lacking(self.arrivals.calls))
 
     def _send_rest(self, unused: list[str]) -> None:
@@ -196,7 +196,7 @@ class Engine:
                     hook()
 
     def closure_step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The user's optimizer calls backward itself, as often as it likes."""
+        """Runs a step in which the user's optimizer calls backward itself, any number of times."""
         self.need_barrier("step() is given a closure")
         self.updates.settle_all()
         result = self.training.optimizer_class.step(self.training.optimizer, closure)
@@ -204,7 +204,7 @@ class Engine:
         return result
 
     def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Forgets gradients of these parameters."""
+        """Drops gradients of these parameters."""
         parameters = list(parameters)
         phase = self.gradients.phase
         if phase.synchronised:
@@ -216,7 +216,7 @@ class Engine:
         self.updates.zero(parameters, set_to_none)
 
     def settle_all(self) -> None:
-        """Waits for everything outstanding, so that parameters are up to date."""
+        """Waits for all pending updates, so that parameters are up to date."""
         self.updates.settle_all()
 
     def drain(self) -> None:
@@ -226,7 +226,7 @@ class Engine:
     # What the training loop does with parameters
 
     def gradient_read(self, parameter: torch.nn.Parameter) -> None:
-        """Somebody reads `parameter.grad`: it must be the average, and later steps should not defer."""
+        """`parameter.grad` is read: it must be the average, and later steps should not defer."""
         if self.updates.applying or self.gradients.phase is Phase.BACKWARD:
             return
         self.value_used(parameter)
@@ -239,7 +239,7 @@ class Engine:
             self.gradients.publish_kept()
 
     def gradient_written(self, parameter: torch.nn.Parameter) -> None:
-        """Somebody replaces `parameter.grad`: an outstanding update comes first, and what is applied is the new one."""
+        """`parameter.grad` is replaced: a pending update is applied first, and the next step uses the new gradient."""
         if self.gradients.phase is not Phase.KEPT:
             self.gradient_read(parameter)
         elif not self.updates.applying:
@@ -247,7 +247,7 @@ class Engine:
             self.updates.zero([parameter], set_to_none=True)
 
     def value_used(self, parameter: torch.nn.Parameter) -> None:
-        """Somebody reads or writes a parameter: an outstanding update comes first."""
+        """A parameter is read or written: a pending update is applied first."""
         component = self.updates.component_of.get(id(parameter))
         if component is not None:
             self.updates.settle(component)
@@ -255,7 +255,7 @@ class Engine:
     # Modes
 
     def need_barrier(self, reason: str) -> None:
-        """From now on no update is deferred, nor by the plans that follow this one."""
+        """From now on no update is deferred, not even by later plans."""
         self.bound_by_loop = True
         self.wanted_mode = "barrier"
         self.set_mode("barrier", reason)
@@ -268,9 +268,9 @@ class Engine:
     # The end
 
     def close(self, deadline: float) -> None:
-        """Waits for what is on the wire until `deadline` (time.monotonic), drops it, ends threads and connections."""
+        """Waits for collectives in flight until `deadline` (time.monotonic), drops them, ends threads and sockets."""
         if self.server is not None and not script_failed():
-            # A rank that has failed says no farewell, so that those whom it sent gradients to learn of it.
+            # A failed rank says no goodbye, so that the owners of its gradients notice.
             self._say_farewell()
             self.server.close(deadline)
         elif not script_failed():
@@ -281,12 +281,12 @@ class Engine:
             self.server.join(time.monotonic() + 1.0)
 
     def _say_farewell(self) -> None:
-        """Lets servers end; they may have, or the connection."""
+        """Lets servers end; they, or the connection, may already be gone."""
         with suppress(RuntimeError):
             self.owners.tell("end")
 
     def detach(self) -> None:
-        """Takes every hook off the model again, and makes its parameters plain."""
+        """Removes every hook from the model, and makes its parameters plain."""
         self.drain()
         self._say_farewell()
         if self.server is not None:
@@ -300,6 +300,6 @@ class Engine:
 
 
 def _plain(message: Message) -> bool:
-    """Whether a message's only replica can apply it as it is."""
+    """Whether a message's only replica can apply it directly."""
     exact = not message.staleness and not message.asynchronous and message.encoder.name == "none"
     return message.replicated and exact and not message.roots

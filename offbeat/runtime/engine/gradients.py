@@ -1,4 +1,4 @@
-"""What `parameter.grad` shows, from the end of a backward pass to the next one.
+"""What `parameter.grad` shows between two backward passes.
 
 A message that is loaded takes its gradients away: `parameter.grad` is empty until the average is shown there. So
 nothing that autograd adds meanwhile can get into a buffer that is on the wire, and whatever is found there when the
@@ -35,23 +35,23 @@ class Gradients:
         self.in_rounds = [each for each in training.synchronisers if each.replicated and each.later_rounds]
         """Messages that all ranks must finish in one order, whichever they need first."""
         self.dropped: frozenset[int] | None = None
-        """Parameters (by id) without a gradient at step(), where the training loop has seen the averages before."""
+        """Parameters (by id) without a gradient at step(), if the training loop has seen the averages before."""
         self.carried = Counter(name for each in training.plan.messages for name in each.variables)
-        """In how many messages each variable travels."""
+        """The number of messages in which each variable is sent."""
         self.untaken = self.carried.copy()
-        """Of these, how many have not been loaded in this pass."""
+        """Of these, the number not loaded in this pass."""
 
     # Backward
 
     def backward_begins(self) -> None:
-        """What is under way or kept elsewhere must be shown first: the pass adds to it."""
+        """Gradients in flight or kept elsewhere must be shown first, because the pass adds to them."""
         self.publish_all()
         self.owners.prepared = self.owners.reduced = False
         self.phase = Phase.BACKWARD
         self.untaken = self.carried.copy()
 
     def take(self, index: int) -> None:
-        """Loads a message: its gradients are the synchroniser's from now on."""
+        """Loads a message: its gradients now belong to the synchroniser."""
         synchroniser = self.training.synchronisers[index]
         synchroniser.load()
         if synchroniser.relaxed:
@@ -70,7 +70,7 @@ class Gradients:
     # Averages
 
     def finish(self, synchroniser: Synchroniser) -> None:
-        """Finishes a message and, where ranks could otherwise disagree on the order, those before it."""
+        """Finishes a message and, if ranks could otherwise disagree on the order, those before it."""
         rounds = self.in_rounds
         earlier = rounds[: rounds.index(synchroniser)] if synchroniser in rounds else []
         for each in (*earlier, synchroniser):
@@ -86,7 +86,7 @@ class Gradients:
             self.phase = Phase.AVERAGED
 
     def publish(self) -> None:
-        """Shows the averages that owners have, too: they send them to every replica."""
+        """Also shows the averages that owners have: they send them to every replica."""
         self.average()
         if self.phase is Phase.AVERAGED:
             self.owners.reduce()
@@ -94,13 +94,13 @@ class Gradients:
             self.phase = Phase.PUBLISHED
 
     def publish_all(self) -> None:
-        """Puts whatever has been averaged into `parameter.grad` on every replica, before a step or after it."""
+        """Puts all averages into `parameter.grad` on every replica, before or after a step."""
         self.publish()
         if self.phase is Phase.KEPT:
             self.publish_kept()
 
     def publish_kept(self) -> None:
-        """After the step: averages that owners keep go to every replica, as far as they have not been forgotten."""
+        """After the step: sends averages that owners keep to every replica, unless they were dropped."""
         self._publish()
         self.phase = Phase.IDLE
 
@@ -151,13 +151,13 @@ class Gradients:
     # What the training loop does with them
 
     def adopt(self) -> None:
-        """Takes what `parameter.grad` holds for averages, because step() is called without a backward pass."""
+        """Treats the content of `parameter.grad` as averages, because step() is called without a backward pass."""
         self.publish_all()
         self.owners.prepared = self.owners.reduced = True
         self.phase = Phase.PUBLISHED
 
     def take_back(self) -> None:
-        """Takes published gradients back to be applied, as the training loop may have changed them."""
+        """Takes published gradients back for the update, because the training loop may have changed them."""
         self.dropped = None
         if self.phase is Phase.PUBLISHED:
             for synchroniser in self.training.synchronisers:
@@ -166,7 +166,7 @@ class Gradients:
             self.dropped = frozenset(id(p) for p in self.parameters.values() if raw_gradient(p) is None)
 
     def discard(self) -> None:
-        """Waits for the gradients that are on their way, and forgets them."""
+        """Waits for the gradients in flight, and drops them."""
         self.owners.tell("discard")
         self.owners.prepare()
         for synchroniser in self.training.synchronisers:
@@ -180,7 +180,7 @@ class Gradients:
         self.phase = Phase.IDLE
 
     def step_ends(self) -> None:
-        """The step is applied, or will be as parameters are needed."""
+        """The step is applied, or will be when parameters are needed."""
         self.phase = Phase.KEPT if self.owners.tail and self.phase is not Phase.PUBLISHED else Phase.IDLE
 
 

@@ -1,4 +1,4 @@
-"""What follows the first collective of a message that has an owner: the program's tail, in the plan's order.
+"""The work of owners after the first collective of a message: the program's tail, in the plan's order.
 
 Further reductions, the owners' updates, and the parameters' way back. Where the training loop reads gradients before
 `step()`, the reductions run then and owners send the averages to everybody.
@@ -20,7 +20,7 @@ Apply = Callable[[UnitOptimizer, Synchroniser], None]
 
 
 class Owners:
-    """This rank's part in messages that have owners."""
+    """This rank's part in messages with owners."""
 
     def __init__(self, training: Training, aliased: frozenset[int]) -> None:
         """`aliased` are parameters (by id) that must stay where they are in memory."""
@@ -32,9 +32,9 @@ class Owners:
         self.prepared = self.reduced = False
         """Whether `prepare` and `reduce` have run since the last backward pass began."""
         self.optimizers: dict[int, UnitOptimizer] = {}
-        """For what this rank owns, by message, with its own optimizer state."""
+        """For messages that this rank owns, with its own optimizer state."""
         self.commands = training.channels.commands
-        """Where this rank tells servers that hold no replica what comes next; None elsewhere."""
+        """Sends commands to servers without a replica; None elsewhere."""
         self.versions: dict[int, list[int]] = {}
         """Of the parameters of each message that a server without a replica owns, as it sent them."""
         for synchroniser in training.synchronisers:
@@ -46,13 +46,13 @@ class Owners:
                     self.optimizers[synchroniser.message.index] = optimizer
 
     def tell(self, command: str, **facts: Any) -> None:
-        """Lets servers that hold no replica do their part of what follows."""
+        """Tells servers without a replica to do their part of what follows."""
         if self.commands is not None and self.commands.leads:
             with explain(self.training.plan, what="the servers"):
                 self.commands.tell(command, **facts)
 
     def tell_step(self, unused: Collection[int], published: bool) -> None:
-        """Lets servers apply this step: with the present hyperparameters, and what the training loop has changed."""
+        """Tells servers to apply this step, with the current hyperparameters and the training loop's changes."""
         if self.commands is None or not self.commands.leads or not self._apart():
             return
         names = {id(parameter): name for name, parameter in self.training.parameters.items()}
@@ -73,13 +73,13 @@ class Owners:
         )
 
     def _apart(self) -> list[Synchroniser]:
-        """Messages that a server without a replica owns."""
+        """Messages owned by a server without a replica."""
         replicas = self.training.plan.replicas
         owned = (each for each in self.training.synchronisers if each.message.owner is not None)
         return [each for each in owned if each.message.owner not in replicas]
 
     def received(self, synchroniser: Synchroniser) -> None:
-        """Notes how the parameters of a message came back, to find out whether the training loop changes them."""
+        """Records the returned parameters of a message, to detect changes by the training loop."""
         if self.commands is not None:
             self.versions[synchroniser.message.index] = [version_of(p) for p in synchroniser.parameters]
 
@@ -116,7 +116,7 @@ class Owners:
                 self._do(task, apply)
 
     def update_alone(self, message: int) -> None:
-        """Applies what lies in an asynchronous message's inbox; runs in the server's threads."""
+        """Applies the content of an asynchronous message's inbox; runs in the server's threads."""
         optimizer = self.optimizers.get(message)
         if optimizer is not None:
             optimizer.refresh()

@@ -1,4 +1,4 @@
-"""The states of a step, as the gradients see it.
+"""The states of a step, from the gradients' point of view.
 
     IDLE ──gradient──→ BACKWARD ──end──→ TRAVELLING ──wait──→ AVERAGED ──read──→ PUBLISHED
      ↑                                        └──────────────────┴── step() ──────────┘
@@ -15,10 +15,10 @@ class Phase(Enum):
 
     IDLE = "what autograd or the training loop has put there"
     BACKWARD = "what autograd is putting there"
-    TRAVELLING = "nothing: averages are on their way"
+    TRAVELLING = "nothing: averages are in flight"
     AVERAGED = "averages, where every replica applies the update"
     PUBLISHED = "averages, everywhere"
-    KEPT = "after the step: nothing, where owners keep averages that nobody has read or forgotten"
+    KEPT = "after the step: nothing, if owners keep averages that were neither read nor dropped"
 
     @property
     def synchronised(self) -> bool:

@@ -1,4 +1,4 @@
-"""A message's slices as they arrive → the update of its variables, portion by portion.
+"""Apply the slices of a message as they arrive, portion by portion.
 
 An update that waits for a message's last slice begins when the network has nothing left to carry, and the network then
 waits for it. An optimizer that treats every element alone can apply what is there while the rest is on its way.
@@ -45,7 +45,7 @@ class Portions:
         return dense and elementwise(optimizer.base_class)
 
     def possible(self) -> bool:
-        """Whether the optimizer's state is there, with elements in the order of the message's."""
+        """Whether the optimizer's state exists, with elements in the order of the message's."""
         groups, state = self.optimizer.optimizer.param_groups, self.optimizer.optimizer.state
         for parameter in self.synchroniser.parameters:
             group = self.group.get(id(parameter))
@@ -60,7 +60,7 @@ class Portions:
 
     @torch.no_grad()
     def apply(self, reached: int, unused: frozenset[int]) -> None:
-        """Updates what has not been updated yet of the message's elements before `reached`."""
+        """Updates the message's elements before `reached` that have not been updated yet."""
         optimizer = copy.copy(self.optimizer.optimizer)
         optimizer.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
         optimizer.state = defaultdict(dict)

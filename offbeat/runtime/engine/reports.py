@@ -1,4 +1,4 @@
-"""What the engine does → whoever observes it."""
+"""Report the engine's work to observers."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from offbeat.timeline.observer import Observer
 
 
 class Reports:
-    """Tells a recorder everything, and a timekeeper of collectives only."""
+    """Reports everything to a recorder, and only collectives to a timekeeper."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -21,7 +21,7 @@ class Reports:
         self.step = 0
 
     def now(self) -> Moment:
-        """About this moment, if anybody wants to know."""
+        """The current moment, if anyone observes."""
         return self.clock.about_now() if self.observer is not None or self.timekeeper is not None else 0.0
 
     def collective(self, synchroniser: Synchroniser, task: Task, queued: Moment) -> None:

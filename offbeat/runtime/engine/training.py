@@ -1,4 +1,4 @@
-"""What the parts of an engine share."""
+"""State shared by the parts of an engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ class Training:
     """One rank's part of a plan, and the model and optimizer it trains."""
 
     plan: Plan
-    """The one in force: the engine replaces it where a better order was found."""
+    """The current plan; the engine replaces it when a better order is found."""
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
     """By the plan's names."""
     optimizer: Optimizer
     optimizer_class: type[Optimizer]
-    """The user's, without what distribute() added."""
+    """The user's optimizer, without the additions of distribute()."""
     channels: Channels
     reports: Reports = field(init=False)
     synchronisers: list[Synchroniser] = field(init=False)

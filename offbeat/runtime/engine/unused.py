@@ -1,6 +1,6 @@
-"""Variables that a backward pass did not reach, here or anywhere.
+"""Find variables that a backward pass did not reach, on this rank or on any.
 
-A variable some replica used is averaged with zeros from the others. One that nobody used must keep no gradient at all,
+A variable some replica used is averaged with zeros from the others. One that no replica used must keep no gradient,
 or momentum and weight decay would still move it; only all ranks together can know. The first step asks them; later ones
 ask again only if it found such a variable, or if the user says so, as each question costs a small collective.
 """
@@ -12,7 +12,7 @@ from offbeat.runtime.comm import Channel, Work
 
 
 class UnusedParameters:
-    """Finds out which variables no replica used."""
+    """Finds the variables that no replica used."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], channel: Channel, track: bool | None) -> None:
         self.place = {name: index for index, name in enumerate(parameters)}
@@ -20,12 +20,12 @@ class UnusedParameters:
         device = next(iter(parameters.values())).device
         self.used = torch.ones(len(parameters), dtype=torch.int32, device=device)
         self.track = track
-        """Whether to ask; None until the first step has shown whether it is needed."""
+        """Whether to ask the other ranks; None until the first step has shown whether it is needed."""
         self.work: Work | None = None
         self.nowhere: list[str] = []
 
     def backward_ended(self, absent: list[str]) -> None:
-        """Starts asking the other ranks, if that is needed."""
+        """Starts asking the other ranks, if needed."""
         # Gradients that were forgotten leave their question on the wire, and this one uses the same memory.
         self.unused()
         self.nowhere = []
@@ -36,7 +36,7 @@ class UnusedParameters:
             if absent:
                 raise StrategyError(
                     f"parameter {absent[0]!r} got no gradient in this step, but every parameter did in the first: "
-                    f"give distribute() find_unused_parameters=True, so that ranks ask each other in every step"
+                    f"pass find_unused_parameters=True to distribute(), so that ranks check this in every step"
                 )
             return
         self.used.fill_(1)

@@ -1,6 +1,6 @@
-"""Averaged gradients → updated parameters: at once, or each component when somebody needs it.
+"""Apply averaged gradients to parameters: all at once, or each component when it is needed.
 
-A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): whoever uses one settles it.
+A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): using one applies the update.
 """
 
 from collections.abc import Generator, Iterable
@@ -29,13 +29,13 @@ class Updates:
         self.component_of = {id(parameter): each for each in self.components for parameter in each.parameters}
         held = (parameter for group in training.optimizer.param_groups for parameter in group["params"])
         self.outside = training.optimizer_of(Unit(p, p) for p in held if id(p) not in self.component_of)
-        """For parameters that the plan knows nothing of: they are stepped here alone."""
+        """For parameters outside the plan, which are updated only here."""
         self.outstanding = 0
-        """Components whose update is outstanding."""
+        """Components with a pending update."""
         self.zeroing: dict[int, bool] = {}
-        """Whether zero_grad() asked for None, of parameters (by id) whose update is outstanding."""
+        """Whether zero_grad() asked for None, by id of parameters with a pending update."""
         self.applying = False
-        """An optimizer is at work, so that accesses to gradients are not the training loop's."""
+        """Whether an optimizer is running, so that accesses to gradients are not the training loop's."""
         self.aliases = aliases
         aliases.count_own()
 
@@ -49,7 +49,7 @@ class Updates:
                     component.portions = Portions(synchroniser, component.optimizer, described.slices)
 
     def optimizers(self) -> list[UnitOptimizer]:
-        """Every optimizer that stands in for a part of the user's."""
+        """Every optimizer that replaces a part of the user's."""
         others = (self.outside, *(component.optimizer for component in self.components))
         return [*self.owners.optimizers.values(), *(each for each in others if each is not None)]
 
@@ -61,7 +61,7 @@ class Updates:
             self.training.optimizer_class.step(self.training.optimizer)
 
     def begin_step(self) -> None:
-        """Owners update what they own and send it back; what every replica applies becomes outstanding."""
+        """Owners update their messages and send them back; updates of every replica become pending."""
         for optimizer in self.optimizers():
             optimizer.refresh()
         if self.outside is not None:
@@ -81,7 +81,7 @@ class Updates:
                 self._step_stale(component)
 
     def apply(self, optimizer: UnitOptimizer, *synchronisers: Synchroniser) -> None:
-        """Steps an optimizer; gradients that do not lie where its units say are taken from the synchronisers."""
+        """Steps an optimizer; gradients that are not where its units expect them come from the synchronisers."""
         elsewhere = {key: value for each in synchronisers for key, value in each.unit_gradients().items()}
         with self.at_work():
             dropped = self.gradients.dropped

@@ -1,4 +1,4 @@
-"""Plan → one synchroniser per message, of the kind its strategy asks for."""
+"""Create one synchroniser per message of a plan."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Asynchronous parameter server: each replica's gradient is applied as it comes, and answered with fresh parameters.
+"""Asynchronous parameter servers: each replica's gradient is applied on arrival and answered with fresh parameters.
 
 An owner serves every other rank in a thread of its own. A replica's step sends its gradients and waits for its own
 answers only; nobody waits for the others. Gradients are weighted with their replica's share, so that one round of all
@@ -21,11 +21,11 @@ from offbeat.runtime.unit_optimizer import Unit
 
 _GRADIENT, _FAREWELL = 1, 0
 _UP, _DOWN = 1, 2
-"""Tags of gradients and of parameters, which cross between the same two ranks."""
+"""Tags of gradients and parameters, which are exchanged between the same two ranks."""
 
 
 class AsyncMessage(ServerSynchroniser):
-    """A server's message that takes part in no collective: it is exchanged with its owner alone."""
+    """A server's message without collectives: it is exchanged with its owner only."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -38,7 +38,7 @@ class AsyncMessage(ServerSynchroniser):
 
 
 class AsyncServer:
-    """One rank's side of all asynchronous messages: it serves what it owns and exchanges the rest."""
+    """One rank's side of all asynchronous messages: it serves those it owns and exchanges the rest."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AsyncServer:
             thread.start()
 
     def exchange(self) -> None:
-        """Applies this rank's gradients to what it owns, and sends the others to their owners for new parameters."""
+        """Applies this rank's gradients to the messages it owns, and exchanges the others with their owners."""
         if isinstance(self.failure, CommunicationFailed):
             raise self.failure
         if self.failure is not None:
@@ -83,7 +83,7 @@ class AsyncServer:
                 each.unpack_values()
 
     def close(self, deadline: float | None = None) -> None:
-        """Says farewell to every owner, and waits until all others have, or until `deadline` (time.monotonic)."""
+        """Says goodbye to every owner, and waits until all others have, or until `deadline` (time.monotonic)."""
         # A send waits for its receiver, which may have stopped answering.
         self.threads.append(threading.Thread(target=self._leave, daemon=True))
         self.threads[-1].start()

@@ -1,4 +1,4 @@
-"""Message → its buffer, its collectives, and who applies it.
+"""Dense messages: their buffers, their collectives, and who applies them.
 
 `Synchroniser` is the protocol that the engine knows: a message is loaded when the gradients of all its pieces are
 complete, its tasks start in the plan's order, `finish` waits for them, and `averaged` then gives the averaged gradient
@@ -24,7 +24,7 @@ class Synchroniser:
     """A dense message without an encoder, applied by every replica."""
 
     later_rounds = False
-    """Finishing it may take further collectives, which all ranks must make in one order."""
+    """Finishing it may need further collectives, which all ranks must start in the same order."""
     elementwise = True
     """Slices of it can be applied as they arrive."""
     densify = False
@@ -48,7 +48,7 @@ class Synchroniser:
         self.views = list(piece_views(message, self.buffer))
         self.whole = [piece.shape == tuple(p.shape) for piece, p in zip(message.pieces, self.parameters, strict=True)]
         self.works: dict[int, Work] = {}
-        """Collectives under way, by the task's place in the issue order."""
+        """Collectives in flight, by the task's place in the issue order."""
         self.loaded = False
         """A gradient has been taken over and is not finished yet."""
         self.handles: list[Any] = []
@@ -112,7 +112,7 @@ class Synchroniser:
             work.wait()
 
     def finish(self) -> None:
-        """Waits for every task under way, after which `averaged` holds where the gradient is applied."""
+        """Waits for every task in flight; `averaged` is then valid where the gradient is applied."""
         for task in list(self.works):
             self.wait(task)
         self.loaded = False
@@ -133,28 +133,28 @@ class Synchroniser:
                 view.copy_(gradient)
 
     def drop(self) -> None:
-        """Waits for what is under way and forgets it."""
+        """Waits for collectives in flight and drops their results."""
         Synchroniser.finish(self)
 
     # What owners do; nobody owns a message that every replica applies
 
     def hold_values(self, aliased: frozenset[int]) -> None:
-        """Lays the parameters out so that their values can be sent; those in `aliased` (by id) must not be moved."""
+        """Arranges the parameters so that their values can be sent; those in `aliased` (by id) must not be moved."""
 
     def pack_values(self) -> None:
-        """Takes the parameters' present values, which the training loop may have changed."""
+        """Takes the parameters' current values, which the training loop may have changed."""
 
     def units(self) -> list[Unit]:
-        """What this rank updates on behalf of all."""
+        """The units that this rank updates on behalf of all."""
         return []
 
     def unit_of_piece(self, place: int, parameter: torch.nn.Parameter) -> Unit:
-        """A piece that every replica updates by itself, because another piece of the variable has an owner."""
+        """A piece that every replica updates separately, because another piece of the variable has an owner."""
         box = box_slices(self.message.pieces[place])
         return Unit(parameter, torch.nn.Parameter(parameter.data[box]), self.views[place], box)
 
     def prepare(self) -> None:
-        """What all ranks must do, one message after another, before owners can update."""
+        """Work of all ranks, one message after another, before owners can update."""
 
     def collect(self, published: bool) -> None:
         """Lays the averaged gradient out for the owner's update; `published` if it was taken back from the loop."""
@@ -170,7 +170,7 @@ class Synchroniser:
 
 
 class EncodedAllReduce(Synchroniser):
-    """A dense message whose gradient travels encoded."""
+    """A dense message whose gradient is sent encoded."""
 
     elementwise = False
 
@@ -205,7 +205,7 @@ class EncodedAllReduce(Synchroniser):
 
     @torch.no_grad()
     def decode(self) -> None:
-        """Turns what arrived into the sum of all gradients, with as many further rounds as the encoder asks for."""
+        """Turns what arrived into the sum of all gradients, with as many further rounds as the encoder needs."""
         while self.exchange is not None:
             try:
                 self.payload = self.exchange.send(self.received).contiguous()
@@ -221,7 +221,7 @@ class EncodedAllReduce(Synchroniser):
 
 
 class OwnedSynchroniser(Synchroniser):
-    """A message whose parameters travel back, through a flat buffer of values that whole parameters are views of."""
+    """A message whose parameters are sent back, through a flat buffer of values that whole parameters are views of."""
 
     elementwise = False
 
@@ -284,7 +284,7 @@ class ServerSynchroniser(OwnedSynchroniser):
 
 
 class EncodedServer(EncodedAllReduce, ServerSynchroniser):
-    """A server's message whose gradient travels encoded."""
+    """A server's message whose gradient is sent encoded."""
 
     def wait(self, task: int) -> None:
         super().wait(task)

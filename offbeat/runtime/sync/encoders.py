@@ -1,4 +1,4 @@
-"""A message's local gradient → what this rank sends; what arrived → the decoded sum over ranks.
+"""Encode a message's local gradient for sending, and decode what arrived to the sum over ranks.
 
 A message is a flat tensor with several pieces one after another. It holds the local gradient times this rank's share of
 the average, so ranks are summed, never averaged, here. The sizes sent are those of `offbeat.plan.compress`.
@@ -158,7 +158,7 @@ class _OneRound(MessageEncoder):
 
     @abstractmethod
     def _encode(self, corrected: torch.Tensor, step: int) -> torch.Tensor:
-        """The payload; leaves `corrected` as it is."""
+        """The payload; does not change `corrected`."""
 
     @abstractmethod
     def _accumulate(self, arrived: torch.Tensor, total: torch.Tensor, sign: int = 1) -> None:
@@ -238,7 +238,7 @@ class _Scaled(_OneRound):
     """A float32 scale per piece, then the codes of all pieces; an element decodes to scale * code."""
 
     _codes_per_block = 1
-    """A piece has a multiple of so many codes, the last of which may stand for no element."""
+    """The number of codes per piece is a multiple of this; the last ones may represent no element."""
 
     @cached_property
     def _code_sizes(self) -> list[int]:
@@ -397,7 +397,7 @@ class _PowerSGD(MessageEncoder):
 
 @cache
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The eight signs that each byte stands for."""
+    """The eight signs in each byte."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return (2 * bits - 1).to(device, dtype)
 

@@ -1,4 +1,4 @@
-"""A few rows of a table on each rank → everybody's rows on every rank, or on one.
+"""Gather a few rows of a table from each rank on every rank, or on one.
 
 Ranks hold different numbers of rows and cannot know each other's. Each sends a block of an agreed size whose header
 says how many rows it holds; where that is more than the block takes, all of them see it in the headers and exchange the
@@ -52,7 +52,7 @@ class RowExchange:
     def start_rest(
         self, channel: Channel, rows: Rows, largest: int, root: int | None
     ) -> tuple[Work, torch.Tensor] | None:
-        """Sends what the first block does not take; `largest` is the most rows that any rank holds."""
+        """Sends the rows that did not fit into the first block; `largest` is the most rows that any rank holds."""
         if largest <= self.block_rows:
             return None
         return gather_blocks(channel, self.pack(rows, self.block_rows, largest - self.block_rows), root)
@@ -67,7 +67,7 @@ class RowExchange:
         return Rows(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
 
     def pack(self, rows: Rows, start: int, capacity: int) -> torch.Tensor:
-        """A block with the rows from `start` on, as far as it takes them, and the number of all in its header."""
+        """A block with the rows from `start` on, as many as fit, and the total number in its header."""
         block = self.empty(capacity).zero_()
         block[:_HEADER].view(torch.int64)[0] = len(rows)
         held = max(0, min(len(rows) - start, capacity))
@@ -77,7 +77,7 @@ class RowExchange:
         return block
 
     def empty(self, capacity: int) -> torch.Tensor:
-        """A block that takes so many rows, to be received. Blocks lie side by side, so each ends with a whole word."""
+        """A block for `capacity` rows, to be received. Blocks are adjacent, so each ends with a whole word."""
         words = -(-capacity * self.row_bytes // 8)
         return torch.empty(_HEADER + words * 8, dtype=torch.uint8, device=self.device)
 

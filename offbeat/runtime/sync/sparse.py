@@ -1,4 +1,4 @@
-"""Messages that travel as rows: sparse gradients, and the factors of dense layers' gradients.
+"""Messages sent as rows: sparse gradients, and the factors of dense layers' gradients.
 
 The number of rows differs from rank to rank and from step to step; `rows.py` exchanges them.
 """

@@ -1,6 +1,6 @@
 """Staleness K: a message may arrive up to K steps after it left.
 
-A replica goes on while its last K gradients are still under way, and waits for the one before them: so when it begins
+A replica continues while its last K gradients are still in flight, and waits for the one before them: so when it begins
 step c, every other replica has finished the backward pass of step c - K - 1, which is the bound of stale synchronous
 parallel training. What has arrived is applied at once, in the order in which it left; every replica applies the same
 sums in the same order.
@@ -17,7 +17,7 @@ from offbeat.runtime.sync.dense import ServerSynchroniser, Synchroniser
 
 
 class StaleAllReduce(Synchroniser):
-    """An all-reduced message of which several steps' copies may be under way."""
+    """An all-reduced message with copies of several steps in flight."""
 
     elementwise = False
 
@@ -35,7 +35,7 @@ class StaleAllReduce(Synchroniser):
             self.works[task.index] = self._start(task, self.leaving[task.start : task.stop])
 
     def depart(self) -> None:
-        """This step's message is on its way; the buffer is free for the next."""
+        """This step's message is in flight; the buffer is free for the next."""
         self.flying.append((self.leaving, self.works))
         self.works = {}
         self.loaded = False
@@ -52,7 +52,7 @@ class StaleAllReduce(Synchroniser):
         return self.replicated and bool(self.flying) and all(work.is_completed() for work in self.flying[0][1].values())
 
     def arrive(self) -> None:
-        """Takes the oldest message, waiting for it if need be."""
+        """Takes the oldest message, waiting for it if necessary."""
         tensor, works = self.flying.popleft()
         for work in works.values():
             work.wait()
@@ -60,4 +60,4 @@ class StaleAllReduce(Synchroniser):
 
 
 class StaleServer(StaleAllReduce, ServerSynchroniser):
-    """A server's message of which several steps' copies may be under way."""
+    """A server's message with copies of several steps in flight."""

@@ -1,1 +1,1 @@
-"""A model, a cluster and a budget of trials → the best strategy that was measured (AutoDist's Algorithm 1)."""
+"""Find the best strategy within a budget of real trials (AutoDist's Algorithm 1)."""

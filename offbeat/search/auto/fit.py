@@ -1,4 +1,4 @@
-"""Trials of a job → costs at which the replayer agrees with them.
+"""Fit the replayer's costs to the trials of a job.
 
 The replayer knows a job's compute and what the cluster's description says of its links. What it does not know is a
 handful of numbers θ: the fixed cost of a collective, by which factor those to or from one rank, all others, and
@@ -49,16 +49,16 @@ _MEAN, _SPREAD, _LEAST, _MOST = np.array(
 
 @dataclass(frozen=True)
 class Evidence:
-    """A plan that was tried, and the seconds of its step."""
+    """A tried plan and the seconds of its step."""
 
     plan: Plan
     seconds: float
     weight: float = 1.0
-    """Below 1 for trials of another model or cluster, which say less about this one."""
+    """Below 1 for trials of another model or cluster, which are less informative."""
 
 
 def fit_costs(evidence: Sequence[Evidence], known: Costs | None = None) -> Costs:
-    """The most probable costs; `known` are those measured otherwise, which the unknowns add to."""
+    """The most probable costs; `known` are measured costs, to which the unknowns are added."""
     known = known or Costs()
     theta = _MEAN.copy()
     logs = np.log([each.seconds for each in evidence])

@@ -1,4 +1,4 @@
-"""Strategies → predicted seconds, from models that improve with every trial (the simulator of AutoDist's Algorithm 1).
+"""Predict the seconds of strategies with models that improve with every trial (AutoDist's Algorithm 1).
 
 random       nothing is predicted: every draw within the constraints is as good as another
 predefined   AutoSync's analytic model
@@ -41,15 +41,15 @@ _LEARNS: tuple["Kind", ...] = ("linear", "rnn", "gat", "combined")
 """Guides with a learned model, by its name."""
 _HIDDEN = 32
 LEAST_FITTED = 3
-"""Trials from which costs are fitted; the prior carries what so few cannot say."""
+"""Trials needed to fit costs; the prior supplies what so few trials cannot determine."""
 LEAST_LEARNED = 16
-"""Trials from which a model learns."""
+"""Trials needed to train a model."""
 LEAST_SHOWN = 8
-"""Trials that two predictors are compared on."""
+"""Trials on which two predictors are compared."""
 _EARLIER = 24
-"""Trials of another domain that costs are fitted to; replaying more would take longer than it helps."""
+"""Trials of another domain used to fit costs; replaying more would cost more time than it helps."""
 _EARLIER_WEIGHT = {"cluster": 0.5, "model": 0.25}
-"""How much a trial of another model on this cluster, and of this model elsewhere, says of this domain's costs."""
+"""Weights of trials of another model on this cluster, and of this model elsewhere."""
 REFIT = TrainingSchedule(epochs=40, decay_epochs=(20, 30))
 """Fine-tuning with a few more trials starts from a trained state."""
 
@@ -70,7 +70,7 @@ class Guide:
         self.coefficients = _coefficients(self.cluster)
         self.earlier: list[Samples] = []
         self.fitted: Costs | None = None
-        """Costs that trials told, once there are some."""
+        """Costs fitted to trials, once there are some."""
         self._evidence: list[Evidence] = []
         self._at_fitted: dict[str, float] = {}
         self._shown: list[tuple[float, float, float]] = []
@@ -89,19 +89,19 @@ class Guide:
 
     @property
     def learned(self) -> bool:
-        """Predictions come from a trained model by now."""
+        """Whether predictions come from a trained model."""
         return self.simulator is not None and self.simulator.trained_on > 0
 
     @property
     def trusts_learned(self) -> bool:
-        """The learned model has ordered trials better than fitted costs have, before they were made."""
+        """Whether the learned model has ranked trials better than fitted costs, before they were run."""
         if self.fitted is None:
             return self.learned
         fitted, learned, took = np.array(self._shown).reshape(-1, 3).T
         return len(took) >= LEAST_SHOWN and ranking_accuracy(learned, took) > ranking_accuracy(fitted, took)
 
     def restore(self, state: bytes) -> bool:
-        """Takes over a stored model; False where it was trained on other features than this Offbeat's."""
+        """Restores a stored model; False if it was trained on other features than this Offbeat's."""
         from offbeat.simulate.learned.ranking import Simulator
 
         try:
@@ -113,7 +113,7 @@ class Guide:
         return fits
 
     def _encode(self, strategies: Sequence[Strategy], what_ifs: bool) -> list[Encoded]:
-        """What the models see; each strategy is encoded once, with sensitivities only where a model reads them."""
+        """The models' input; each strategy is encoded once, with sensitivities only if a model reads them."""
         for strategy in strategies:
             if (strategy.digest, what_ifs) not in self._known:
                 self._known[strategy.digest, what_ifs] = encode(
@@ -148,7 +148,7 @@ class Guide:
         return self.simulator.embed(self._encode(strategies, self.name == "combined"))
 
     def add_domain(self, graph: ModelGraph, cluster: ClusterSpec, trials: Sequence[Trial]) -> None:
-        """Takes trials of another domain as a start (transfer)."""
+        """Uses trials of another domain as a start (transfer)."""
         combined = self.name == "combined"
         weight = _EARLIER_WEIGHT["cluster" if cluster.digest == self.cluster.digest else "model"]
         found: list[Evidence] = []
@@ -193,7 +193,7 @@ class Guide:
             self.simulator.fit(domains, REFIT if again else self.schedule)
 
     def accuracy(self, trials: Sequence[Trial]) -> float:
-        """Ranking accuracy of what was predicted before each of these trials."""
+        """Ranking accuracy of the predictions made before each of these trials."""
         shown = [(t.predicted_seconds, t.took) for t in trials if t.usable and t.predicted_seconds]
         return ranking_accuracy([p for p, _ in shown], [s for _, s in shown])
 

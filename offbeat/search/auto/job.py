@@ -1,4 +1,4 @@
-"""A task file → lines of results: what one rank of a trial does, as `python -m offbeat.search.auto.job`.
+"""Run one rank of a trial: `python -m offbeat.search.auto.job` reads a task file and writes lines of results.
 
 Runs in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), like any script of a user. The target is
 a training script, whose call of `offbeat.distribute` gets the strategy under trial and which ends once enough steps
@@ -38,7 +38,7 @@ from offbeat.torch_private import remove_forward_hooks
 
 LEARNING_RATE = 1e-4
 DISTURBED, MOST_BLOCKS = 0.05, 3
-"""Share of the processors that neighbours may take before steps are timed again, and how often they are at the most."""
+"""Share of CPU time that other processes may take before steps are timed again, and the most repetitions."""
 _PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of <linux/prctl.h>."""
 
@@ -48,7 +48,7 @@ class _Ended(BaseException):
 
 
 class Stopwatch:
-    """Counts the steps of one trial and ends it in time, on all ranks after the same step."""
+    """Counts the steps of one trial and ends it on all ranks after the same step."""
 
     def __init__(self, task: dict[str, Any], strategy: Strategy | None = None) -> None:
         self.task, self.strategy = task, strategy
@@ -60,9 +60,9 @@ class Stopwatch:
         """Of the timed steps, each as often as neighbours took processors meanwhile: what they took, and the steps."""
         self.stopped = False
         self.finish: Callable[[], None] = lambda: None
-        """Completes what the last step left on the wire."""
+        """Completes the last step's communication."""
         self.close: Callable[[], None] = lambda: None
-        """Gives back the groups and threads of this trial."""
+        """Releases the groups and threads of this trial."""
 
     @property
     def steps(self) -> list[float]:
@@ -77,7 +77,7 @@ class Stopwatch:
         return self.timed * (len(self.blocks) - 1 - self.blocks.index(min(self.blocks))) + len(self._present())
 
     def attach(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Distributes the model with the strategy under trial, and counts its steps from now on."""
+        """Distributes the model with the strategy under trial, and starts counting its steps."""
         assert self.strategy is not None
         graph = ModelGraph.from_json(json.dumps(self.task["graph"]), origin=TASK)
         cluster = ClusterSpec.model_validate_json(self.task["cluster"])
@@ -168,7 +168,7 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
 
 
 def trial_backend() -> str:
-    """What ranks of a trial talk through."""
+    """The backend of a trial's ranks."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
@@ -179,7 +179,7 @@ def _join(task: dict[str, Any]) -> None:
 
 
 class _Alone(Stopwatch):
-    """A replica that is trained without the others, for its graph and its compute times."""
+    """A replica trained without the others, for its graph and compute times."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         super().__init__(task)
@@ -223,7 +223,7 @@ class _Alone(Stopwatch):
 
 
 def _first_scalar(outputs: Any, *_: Any) -> torch.Tensor:
-    """Something to differentiate: the outputs' sum, which is the loss itself where a model returns that."""
+    """A value to differentiate: the sum of the outputs, which is the loss itself if the model returns it."""
     tensor = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
     if tensor is None:
         tensor = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
@@ -250,7 +250,7 @@ def _train_script(task: dict[str, Any], attach: Callable[..., None]) -> None:
 
 
 def _train_function(task: dict[str, Any], attach: Callable[..., None]) -> NoReturn:
-    """Trains what the function returns on its example batch until the trial ends."""
+    """Trains the model that the function returns on its example batch until the trial ends."""
     module, _, name = task["target"].partition(":")
     _join(task)
     torch.manual_seed(0)

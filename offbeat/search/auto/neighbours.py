@@ -1,4 +1,4 @@
-"""Strategies to begin a search with, and a strategy → others near it.
+"""Strategies to start a search with, and the neighbours of a strategy.
 
 `starting_strategies` are known systems at the settings people tune them to: a search that has these among its
 candidates returns nothing slower than tuning one of those systems by hand would have found, as far as trials can tell.
@@ -22,9 +22,9 @@ from offbeat.strategy.model import SERVERS
 
 _VARIATIONS = ("schedule", "groups", "synchronizer", "partition", "servers")
 _OFTEN = (0.3, 0.3, 0.15, 0.15, 0.1)
-"""How often each is drawn: the first two change all of the step, the others a few variables."""
+"""How often each is drawn: the first two change the whole step, the others a few variables."""
 _SECOND_CHANGE = 0.4
-"""Two changes at once may win where either alone loses."""
+"""Probability of a second change: two changes may win where either alone loses."""
 STARTS: dict[str, tuple[dict[str, object], ...]] = {
     "overlap": (
         {},
@@ -48,7 +48,7 @@ STARTS: dict[str, tuple[dict[str, object], ...]] = {
 
 
 def starting_strategies(graph: ModelGraph, cluster: ClusterSpec) -> list[Strategy]:
-    """Each different one once; builders that do not fit the model or the cluster are left out."""
+    """Each distinct one once; builders that do not fit the model or the cluster are left out."""
     found: dict[str, Strategy] = {}
     for name, choices in STARTS.items():
         for settings in choices:
@@ -66,7 +66,7 @@ def vary(sampler: Sampler, strategy: Strategy, count: int) -> list[Strategy]:
 
 
 def as_drawn(sampler: Sampler, strategy: Strategy) -> Strategy:
-    """The strategy as the sampler could have drawn it; what lies beyond the space becomes the nearest in it."""
+    """The nearest strategy that the sampler could have drawn."""
     configs: Configs = {}
     for variable in sampler.variables:
         config = strategy.config(variable.name)
@@ -107,7 +107,7 @@ def _neighbour(sampler: Sampler, strategy: Strategy) -> Strategy:
 
 
 def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs:
-    """The synchroniser or the partition of a few variables drawn again; large variables are drawn more often."""
+    """Redraws the synchroniser or the partition of a few variables, preferably large ones."""
     random = sampler.random
     sizes = np.array([math.sqrt(variable.bytes) + 1 for variable in sampler.variables])
     count = min(len(sizes), 1 + int(random.geometric(0.4)))
@@ -126,7 +126,7 @@ def _changed_variables(sampler: Sampler, configs: Configs, what: str) -> Configs
 
 
 def _changed_groups(sampler: Sampler, configs: Configs) -> Configs:
-    """All groups anew in another number, one group split, or two neighbours merged."""
+    """Redraws all groups with another number of groups, splits one group, or merges two neighbours."""
     random = sampler.random
     # The members of every group, in the order of the groups' first members; shards without one are alone.
     by_group: dict[object, list[tuple[str, int]]] = {}

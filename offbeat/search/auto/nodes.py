@@ -1,4 +1,4 @@
-"""Several machines → one place to run trials: node 0 leads, the others follow its orders.
+"""Run trials on several machines: node 0 leads, the others follow its orders.
 
 Every node runs the same command, as with torchrun; they meet at node 0's address and port, in a `TCPStore`. The leader
 (`LeadNode`) writes an order for each job: the program, its variables and its task file. Each follower (`follow`) starts
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 ANSWER_SECONDS = 4 * GRACE_SECONDS + 20.0
-"""In which a node reports a job that is over: its ranks are asked to end, then made to."""
+"""Seconds in which a node must report a finished job: its ranks are asked to end, then killed."""
 _FOLLOW_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the command says about the nodes."""
+    """The command's description of the nodes."""
 
     nodes: int
     node_rank: int
@@ -78,14 +78,14 @@ class LeadNode(AbstractContextManager["LeadNode"]):
         return sum(self.ranks)
 
     def cluster_spec(self) -> ClusterSpec:
-        """What is known of these nodes before anything is measured: how many there are, with how many ranks."""
+        """The nodes before anything is measured: their number and their ranks."""
         if len(set(self.ranks)) > 1:
             counts = ", ".join(map(str, self.ranks))
-            raise OffbeatError(f"the nodes have {counts} ranks; a cluster file must say what they are")
+            raise OffbeatError(f"the nodes have {counts} ranks; pass a cluster file that describes them")
         return ClusterSpec.homogeneous(nodes=self.meeting.nodes, devices_per_node=self.ranks[0])
 
     def close(self) -> None:
-        """Sends the followers home; those that are still there get a moment to hear it."""
+        """Ends the followers; those still connected get a moment to hear it."""
         # The store is this process's own; where it is gone there is nobody to tell.
         with suppress(RuntimeError):
             self.store.set("home", "1")
@@ -96,7 +96,7 @@ class LeadNode(AbstractContextManager["LeadNode"]):
     def run(
         self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
     ) -> list[RankEnd]:
-        """Runs a Python program on every rank of every node; a file named by the variable TASK goes with it."""
+        """Runs a Python program on every rank of every node; a file named by the variable TASK is sent along."""
         number, self.jobs = self.jobs, self.jobs + 1
         master = (self.meeting.address, free_port())
         task = (env or {}).get(TASK)
@@ -126,14 +126,14 @@ class LeadNode(AbstractContextManager["LeadNode"]):
         return ends
 
     def _comes(self, key: str, seconds: float) -> bool:
-        """Waits so long for a key."""
+        """Waits for a key for at most this long."""
         until = time.monotonic() + seconds
         while not (there := self.store.check([key])) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return bool(there)
 
     def _watch(self, job: LocalJob, number: int, timeout: float | None) -> bool:
-        """Waits until all nodes' ranks have ended or one has failed; True if time was up first."""
+        """Waits until all nodes' ranks have ended or one has failed; True on timeout."""
         waiting = set(range(1, self.meeting.nodes))
         while True:
             waits = job.poll()
@@ -152,7 +152,7 @@ class LeadNode(AbstractContextManager["LeadNode"]):
 
 
 def follow(meeting: Meeting, ranks: int) -> int:
-    """What every other node does until the leader's search is over; how many jobs it took part in."""
+    """Follows the leader's search until it ends; returns the number of jobs it took part in."""
     store, node = _meet(meeting), meeting.node_rank
     jobs = 0
     try:

@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + seed → random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
+"""Draw random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
 
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
 staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers, and
@@ -53,14 +53,14 @@ class Space:
     several_axes_share: float = 0.2
     """Share of the partitions that cut more than one axis, where there are more."""
     factor_share: float = 0.3
-    """Share of the dense layers' weights that travel as sufficient factors, where these are smaller."""
+    """Share of the dense layers' weights sent as sufficient factors, if these are smaller."""
     slice_bytes: tuple[int | None, ...] = (None, 2**18, 2**19, 2**20, 2**21, 2**22, 2**23)
     in_flight: tuple[int, ...] = (1, 2, 3, 4)
     credit_bytes: tuple[int | None, ...] = (None, None, None, 2**20, 2**22)
     collectives_only_share: float = 0.4
-    """Share of the strategies that use no server for dense gradients; as many again use little else."""
+    """Share of the strategies without servers for dense gradients; an equal share uses little else."""
     deferred_share: float = 0.8
-    """Share of the strategies whose updates reach into the next forward."""
+    """Share of the strategies whose updates overlap the next forward."""
     sharded_share: float = 0.15
     """Share of the strategies in which some or all collectives are reduce-scatter and all-gather, with sharded updates
     between them."""
@@ -118,7 +118,7 @@ class Sampler:
         return "sharded" if random.random() < sharded_share else "all_reduce"
 
     def synchronizers(self, variable: Variable) -> tuple[Synchronizer, ...]:
-        """All that may be drawn for a variable."""
+        """All synchronisers that may be drawn for a variable."""
         if variable.sparse:
             return ("sparse_all_gather", "sparse_parameter_server")
         found: list[Synchronizer] = ["all_reduce", "parameter_server"]
@@ -264,7 +264,7 @@ def merge_adjacent(sizes: Sequence[int], groups: int) -> list[int | None]:
 
 
 def config_of(partition: tuple[int, ...], shards: Sequence[Shard]) -> VariableConfig:
-    """Shards that are all alike are written once."""
+    """Writes equal shards once."""
     return VariableConfig(partition=partition, shards=tuple(shards[:1] if len(set(shards)) == 1 else shards))
 
 

@@ -1,4 +1,4 @@
-"""Predicted times of many strategies → the few that are worth a trial (AutoDist §2.4, AutoSync supplement §7).
+"""Choose the few strategies worth a trial by their predicted times (AutoDist §2.4, AutoSync supplement §7).
 
 Fidelity: a simulator that was trained to rank can be trusted on strategies that differ much, which are the slow ones
 first. Its level is the best score below which it still orders recent trials well; what scores worse than that level
@@ -27,9 +27,9 @@ from offbeat.strategy import Schedule, Strategy
 ACCURACY = 0.8
 """The paper's 'desired ranking accuracy (say 80%)'."""
 RECENT = 40
-"""Trials the level is tested against."""
+"""Trials against which the level is tested."""
 TIE = 0.01
-"""Measured times closer than this share are not ordered by any trial."""
+"""Measured times closer than this share are not ranked by any trial."""
 Values = Sequence[float] | NDArray[np.float64]
 
 

@@ -1,4 +1,4 @@
-"""A training script or a function that makes a model → the best strategy for it, found with real trials.
+"""Find the best strategy for a training script, or a function that returns a model, with real trials.
 
 This is `offbeat.tune`: it runs the target once by itself for its graph and its compute times, then searches
 (`offbeat.search.auto.tune`), and keeps every trial in a store from which later searches begin.
@@ -43,9 +43,9 @@ def tune(
     `target` is a training script that calls `offbeat.distribute`, or a function (or 'package.module:function') that
     returns a model and its example inputs; `arguments` are the script's, or texts given to the function. Trials run on
     `ranks` processes of this machine, or on `machines`: an `offbeat.emulate.Emulation`, or a `LeadNode` of several
-    machines. `cluster` says what those are, if more is known than their number. `store` is the file that keeps the
+    machines. `cluster` describes them, if known. `store` is the file that keeps the
     trials (None keeps nothing); with `resume` the latest search for this model on this cluster is continued. Ctrl-C
-    returns what was found until then.
+    returns the best found so far.
     """
     from offbeat.runtime.comm import known_costs
     from offbeat.search.auto.job import trial_backend
@@ -70,17 +70,17 @@ def tune(
 
 
 def target_name(target: Target) -> str:
-    """What trials in other processes know a target by."""
+    """The name by which trials in other processes import a target."""
     if not callable(target):
         return fspath(target)
     module, name = target.__module__, target.__qualname__
     if not name.isidentifier():
-        raise OffbeatError(f"target: {name!r} is not a function at the top of a module, so trials cannot import it")
+        raise OffbeatError(f"target: {name!r} is not a top-level function of a module, so trials cannot import it")
     if module == "__main__":
         # Trials import the running script as a module; its folder is on their path as it is on this process's.
         script = getattr(sys.modules["__main__"], "__file__", None)
         if script is None:
-            raise OffbeatError(f"target: {name!r} was made in an interactive session; put it in a file to tune it")
+            raise OffbeatError(f"target: {name!r} was defined in an interactive session; put it in a file to tune it")
         module = Path(script).stem
     return f"{module}:{name}"
 
@@ -90,7 +90,7 @@ def _search_name(store: TrialStore | None, graph_digest: str, cluster_digest: st
     if not resume:
         return time.strftime("%Y-%m-%dT%H:%M:%S")
     if store is None:
-        raise OffbeatError("resume: a search needs the store that its trials were kept in")
+        raise OffbeatError("resume: a search needs the store of its trials")
     known = [trial.search for trial in store.trials(graph_digest, cluster_digest, source="measured")]
     if not known:
         raise OffbeatError(f"resume: {store.path} has no search for this model on this cluster")

@@ -1,4 +1,4 @@
-"""Trials {(G, R, S), seconds} → an SQLite file, and back; JSON lines, one folder per domain, for exchange.
+"""Store trials {(G, R, S), seconds} in an SQLite file; export them as JSON lines, one folder per domain.
 
 A domain is a model on a cluster, as in the AutoSync supplement's §9. A trial is written in one transaction once it has
 ended, so that a process killed at any moment leaves whole trials only; write-ahead logging lets several searches write
@@ -70,18 +70,18 @@ CREATE TABLE IF NOT EXISTS simulators (
 
 @checked_dataclass(frozen=True)
 class Trial:
-    """One strategy that was tried, and what became of it."""
+    """A tried strategy and its result."""
 
     strategy: Strategy
     status: Status
     seconds: FiniteFloat | None = None
-    """Median time of a step; of the steps until then, if it was stopped; None if it did not get that far."""
+    """Median step time, of the steps so far if it was stopped; None if it did not get that far."""
     source: Source = "measured"
-    """'measured': from a run; 'replayed': from a simulation that stands in for one."""
+    """'measured': from a run; 'replayed': from a simulation."""
     search: str = ""
     """The search it belongs to."""
     predicted_seconds: FiniteFloat | None = None
-    """What the search had expected."""
+    """The predicted seconds."""
     steps: tuple[FiniteFloat, ...] = ()
     """Seconds of the timed steps."""
     error: str = ""
@@ -92,17 +92,17 @@ class Trial:
     @model_validator(mode="after")
     def _is_timed(self) -> "Trial":
         if self.status == "done" and not (self.seconds is not None and self.seconds > 0):
-            raise OffbeatError(f"seconds of a trial that is done must be positive, not {self.seconds!r}")
+            raise OffbeatError(f"a completed trial must have positive seconds, not {self.seconds!r}")
         return self
 
     @property
     def usable(self) -> bool:
-        """It says how fast the strategy is."""
+        """Whether it tells how fast the strategy is."""
         return self.status in ("done", "stopped") and self.seconds is not None
 
     @property
     def took(self) -> float:
-        """Its seconds; infinite where there are none."""
+        """Its seconds; infinite if there are none."""
         return math.inf if self.seconds is None else self.seconds
 
 
@@ -121,7 +121,7 @@ class Domain:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Of the graph and the cluster, which tell domains apart."""
+        """Digests of the graph and the cluster, which identify a domain."""
         return self.graph_digest, self.cluster_digest
 
     @property
@@ -152,7 +152,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         self._connection.close()
 
     def add(self, graph: ModelGraph, cluster: ClusterSpec, *trials: Trial) -> int:
-        """Stores all of them for good or, if the process dies meanwhile, none.
+        """Stores all of them durably or, if the process dies, none.
 
         How many were new: a search keeps one trial of each strategy."""
         with self._transaction():
@@ -171,7 +171,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             return self._connection.total_changes - before
 
     def update(self, graph: ModelGraph, cluster: ClusterSpec, trial: Trial) -> None:
-        """Puts in what is known by now of a trial that this search has stored before."""
+        """Updates a trial that this search has stored before."""
         known = trial.status, trial.seconds, json.dumps(trial.steps)
         with self._transaction():
             self._connection.execute(
@@ -221,12 +221,12 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         query = "SELECT graph, cluster FROM domains WHERE graph_digest = ? AND cluster_digest = ?"
         rows = self._read(query, *domain.digests)
         if not rows:
-            raise OffbeatError(f"{self.path}: there is no domain {domain.name!r}")
+            raise OffbeatError(f"{self.path}: no domain {domain.name!r}")
         graph = ModelGraph.from_json(_unpacked(rows[0][0], self.path), origin=self.path)
         return graph, ClusterSpec.from_json(_text(rows[0][1], self.path), origin=self.path)
 
     def save_state(self, graph: ModelGraph, cluster: ClusterSpec, kind: str, state: bytes) -> None:
-        """Keeps the state of a learned simulator of that kind for a domain, in the place of an earlier one."""
+        """Stores the state of a learned simulator of this kind for a domain, replacing an earlier one."""
         with self._transaction():
             self._connection.execute(
                 "INSERT OR REPLACE INTO simulators (domain, kind, state) VALUES (?, ?, ?)",
@@ -234,7 +234,7 @@ class TrialStore(AbstractContextManager["TrialStore"]):
             )
 
     def load_state(self, graph_digest: str, cluster_digest: str, kind: str) -> bytes | None:
-        """What `save_state` kept; None if nothing was."""
+        """The state stored by `save_state`, or None."""
         query = (
             "SELECT state FROM simulators JOIN domains ON domains.id = simulators.domain "
             "WHERE graph_digest = ? AND cluster_digest = ? AND kind = ?"
@@ -243,14 +243,14 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         return bytes(rows[0][0]) if rows else None
 
     def export(self, folder: str | PathLike[str]) -> int:
-        """Writes graph.json, cluster.json and trials.jsonl into one folder per domain; how many trials."""
+        """Writes graph.json, cluster.json and trials.jsonl into one folder per domain; returns the number of trials."""
         count = 0
         for domain in self.domains():
             target = Path(folder) / domain.name
             try:
                 target.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise OffbeatError(f"{target}: cannot make the folder: {error.strerror}") from None
+                raise OffbeatError(f"{target}: cannot create the folder: {error.strerror}") from None
             graph, cluster = self.load_domain(domain)
             trials = [vars(t) | {"strategy": json.loads(t.strategy.to_json())} for t in self.trials(*domain.digests)]
             lines = [json.dumps(trial, separators=(",", ":"), allow_nan=False) + "\n" for trial in trials]
@@ -261,10 +261,10 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         return count
 
     def import_folder(self, folder: str | PathLike[str]) -> int:
-        """Reads what `export` wrote; trials that are known already are left out. How many were new."""
+        """Reads an exported folder; known trials are skipped. Returns the number of new ones."""
         found = sorted(Path(folder).glob("*/trials.jsonl"))
         if not found:
-            raise OffbeatError(f"{folder}: holds no domain, which is a folder with graph.json and trials.jsonl")
+            raise OffbeatError(f"{folder}: contains no domain, which is a folder with graph.json and trials.jsonl")
         # Everything is read before anything is stored, so that a bad file leaves the store as it was.
         domains = []
         for path in found:
@@ -277,12 +277,12 @@ class TrialStore(AbstractContextManager["TrialStore"]):
         return sum(self.add(graph, cluster, *trials) for graph, cluster, trials in domains)
 
     def _prepare(self) -> None:
-        """Refuses a file with anything but a store's tables: a view or trigger of a hostile one could run for ever."""
+        """Rejects a file with anything but a store's tables: a hostile view or trigger could run for ever."""
         self._connection.execute("PRAGMA trusted_schema = OFF")
         known = {_plain(statement) for statement in _SCHEMA.split(";")}
         for kind, name, statement in self._connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
             if statement is not None and _plain(str(statement)) not in known:
-                raise OffbeatError(f"{self.path}: not a trial store: it holds the {kind} {quote(name)}, which none has")
+                raise OffbeatError(f"{self.path}: not a trial store: it contains the unknown {kind} {quote(name)}")
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Waits for the disk at every commit, so that a trial survives a power cut as well.
         self._connection.execute("PRAGMA synchronous = FULL")

@@ -1,4 +1,4 @@
-"""Strategies + a cluster to run on → trials: what each took, or how it failed.
+"""Run strategies as trials on a cluster, and report their times or failures.
 
 Trials run in processes of their own, one for each rank, launched with the variables torchrun sets: on this machine
 (`LocalRanks`), on several (`nodes`) or on an emulated cluster. Whatever a trial does (crash, hang, run out of memory)
@@ -28,7 +28,7 @@ from offbeat.strategy import Strategy
 
 JOB = ("-m", "offbeat.search.auto.job")
 TASK = "OFFBEAT_TRIAL_TASK"
-"""Variable that names the file which says what the ranks of a job are to do."""
+"""Variable with the name of the task file of a job's ranks."""
 _OUT_OF_MEMORY = ("out of memory", "MemoryError", "Cannot allocate memory", "can't allocate memory", "bad_alloc")
 
 
@@ -38,7 +38,7 @@ class Machines(Protocol):
     @property
     def world_size(self) -> int: ...
     def cluster_spec(self) -> ClusterSpec:
-        """What is known of them before anything is measured."""
+        """The machines as known before anything is measured."""
 
     def run(
         self, program: Any, *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
@@ -46,7 +46,7 @@ class Machines(Protocol):
 
 
 class LocalRanks:
-    """Ranks on this machine, which talk over loopback or within the device's interconnect."""
+    """Ranks on this machine, which communicate over loopback or the device's interconnect."""
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
@@ -59,7 +59,7 @@ class LocalRanks:
     def run(
         self, program: Sequence[str], *, timeout: float | None, env: Mapping[str, str] | None = None, check: bool = True
     ) -> list[RankEnd]:
-        """Runs a Python program on every rank; all are ended when one fails or time is up."""
+        """Runs a Python program on every rank; all are ended when one fails or on timeout."""
         with LocalJob(program, range(self.world_size), self.world_size, (LOOPBACK, free_port(LOOPBACK)), env) as job:
             in_time = job.wait(timeout)
             if job.failed:
@@ -80,7 +80,7 @@ class TrialOptions:
     early_steps: int = 5
     """Timed steps after which a clearly bad trial is stopped."""
     stop_ratio: float | None = 1.5
-    """Times the best so far beyond which a trial is clearly bad; None lets all run to their end."""
+    """A trial slower than this many times the best so far is clearly bad; None never stops one."""
     timeout_seconds: float = 300.0
     """Of one trial, with the start of its processes."""
     batch: int = 4
@@ -116,14 +116,14 @@ class TrialRunner:
         found = lines[0] if lines else {}
         if found.get("status") != "done":
             said = found.get("error") or _failure(ends, self.options.timeout_seconds)[1]
-            raise OffbeatError(f"{self.target}: cannot be run once by itself: {said}")
+            raise OffbeatError(f"{self.target}: failed in a single-process run: {said}")
         graph = ModelGraph.from_json(json.dumps(found["graph"]), origin=self.target)
         return with_compute_seconds(graph, found["forward_seconds"], found["backward_seconds"])
 
     def run(
         self, graph: ModelGraph, cluster: ClusterSpec, strategies: Sequence[Strategy], best_seconds: float | None = None
     ) -> Iterator[Trial]:
-        """One trial for each strategy, in order; a job that fails costs the strategy it was at, and no other."""
+        """One trial per strategy, in order; a failing job costs only the strategy it was running."""
         # A script distributes its model once.
         batch = 1 if self.target.endswith(".py") else self.options.batch
         tried = 0
@@ -166,16 +166,16 @@ class TrialRunner:
 
 
 def check_target(target: str) -> None:
-    """Refuses what is neither a script that exists nor the name of a function."""
+    """Rejects a target that is neither an existing script nor the name of a function."""
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise OffbeatError(f"{target}: there is no such script")
+            raise OffbeatError(f"{target}: no such script")
     elif ":" not in target:
         raise OffbeatError(f"{target!r} is neither a script (.py) nor package.module:function")
 
 
 def with_compute_seconds(graph: ModelGraph, forward_seconds: float, backward_seconds: float) -> ModelGraph:
-    """The graph with both phases' measured times, shared out over its operators by their work."""
+    """The graph with both phases' measured times, distributed over its operators by their work."""
     seconds: dict[str, float] = {}
     for operators, total in ((graph.phase("forward"), forward_seconds), (graph.phase("backward"), backward_seconds)):
         # Peaks of an ordinary core: only the proportions count.
@@ -193,7 +193,7 @@ def _trial(strategy: Strategy, line: dict[str, Any]) -> Trial:
 
 
 def _failure(ends: Sequence[RankEnd], timeout_seconds: float) -> tuple[Status, str]:
-    """What ended a job that gave too few results."""
+    """Why a job gave too few results."""
     failed = first_failure(ends)
     if failed is None:
         late = [str(end.rank) for end in ends if end.outcome == "timed out"]

@@ -1,4 +1,4 @@
-"""Model + cluster + a way to run trials → the best strategy measured within a budget (AutoDist's Algorithm 1).
+"""Find the best measured strategy within a budget of trials (AutoDist's Algorithm 1).
 
 Each round draws candidates, predicts them, rejects those below the simulator's fidelity level, picks a few that are
 fast and different, measures them, and lets the simulator learn from what they took. Every trial is stored as soon as
@@ -101,14 +101,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search found."""
+    """The result of a search."""
 
     search: str
     """The name under which its trials are stored."""
     best: Trial | None
-    """None if no trial came to its end."""
+    """None if no trial completed."""
     trials: tuple[Trial, ...]
-    """All trials of the search in their order, also those of earlier runs that were resumed."""
+    """All trials of the search in order, including those of resumed runs."""
     baseline_seconds: float | None
     hit_rate: float
     accuracy: float
@@ -118,7 +118,7 @@ class TuneResult:
     @property
     def strategy(self) -> Strategy:
         if self.best is None:
-            raise OffbeatError(f"none of the {len(self.trials)} trials came to its end, so there is no best strategy")
+            raise OffbeatError(f"none of the {len(self.trials)} trials completed, so there is no best strategy")
         return self.best.strategy
 
 
@@ -228,7 +228,7 @@ class _Search:
                 best_of.setdefault(strategy.name, strategy)
             chosen = _distinct([*list(best_of.values())[: max(1, 3 * count // 4)], *chosen])[:count]
         if not chosen:
-            raise OffbeatError(f"the space of strategies for {self.graph.name!r} holds no more than were tried")
+            raise OffbeatError(f"all strategies in the search space of {self.graph.name!r} have been tried")
         predicted = self.guide.predict(chosen).tolist()
         best = self.best
         for trial, seconds in zip(self.run(chosen, None if best is None else best.seconds), predicted, strict=False):
@@ -259,7 +259,7 @@ class _Search:
         self.winner = next((trial for trial in hand_made if trial.took < (1 + MARGIN) * best.took), best)
 
     def _ordered(self, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """The fastest predicted one first."""
+        """Fastest predicted first."""
         return [strategies[position] for position in np.argsort(self.guide.predict(strategies), kind="stable")]
 
     def _choose(self, count: int) -> list[Strategy]:
@@ -283,7 +283,7 @@ class _Search:
         return [kept[p] for p in diverse_pick(predicted[positions], similarity, count, self.options.alpha)]
 
     def _candidates(self) -> list[Strategy]:
-        """New strategies, each once; where the guide may, with those that descend from the best predicted ones."""
+        """New strategies, each once; if the guide allows it, with descendants of the best predicted ones."""
         total, generations = self.options.candidates, self.options.generations
         found = list(self.starts)
         if self.uses_neighbours:
@@ -299,7 +299,7 @@ class _Search:
         return found
 
     def _unlike(self, candidates: list[Strategy], least: int) -> list[Strategy]:
-        """Without those that replay cannot tell from one that was tried or from a better one; at least so many."""
+        """Without strategies that replay cannot distinguish from a tried or better one; at least `least`."""
         seen = {f"{seconds:.6g}" for seconds in self.guide.predict([trial.strategy for trial in self.trials])}
         fresh: list[Strategy] = []
         like: list[Strategy] = []
@@ -326,19 +326,19 @@ class _Search:
         self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
 
     def _stored(self) -> list[Trial]:
-        """The trials of the search that is resumed."""
+        """The trials of the resumed search."""
         name, resume = self.options.search, self.options.resume
         if self.store is None:
             if resume:
-                raise OffbeatError(f"resume: search {name!r} needs the trial store it was stored in")
+                raise OffbeatError(f"resume: search {name!r} needs its trial store")
             return []
         known = self.store.trials(self.graph.digest, self.cluster.digest, search=name)
         if known and not resume:
-            raise OffbeatError(f"search {name!r} has {len(known)} trials already: resume it, or give another name")
+            raise OffbeatError(f"search {name!r} already has {len(known)} trials: resume it, or choose another name")
         return known
 
     def _use_earlier(self, store: TrialStore) -> None:
-        """Begins with what other searches left for the same model elsewhere, or for another model here.
+        """Starts from other searches for the same model elsewhere, or for another model here.
 
         These are a trained simulator (of this very domain, or of the one with most trials), trials to learn from, and
         strategies to begin with.
@@ -362,11 +362,11 @@ class _Search:
 
 
 def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Each strategy once, where it came first."""
+    """Each strategy once, at its first position."""
     return list({strategy.digest: strategy for strategy in strategies}.values())
 
 
 def _fastest(trials: Sequence[Trial], built: bool = False) -> list[Trial]:
-    """Those that came to their end, fastest first; with `built` those of the builders only."""
+    """Completed trials, fastest first; with `built`, only those of builders."""
     done = (trial for trial in trials if trial.status == "done" and not (built and trial.strategy.name == "auto"))
     return sorted(done, key=lambda trial: trial.took)

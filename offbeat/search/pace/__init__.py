@@ -1,4 +1,4 @@
-"""Gradients with ready times and tails → PACE's preemptive schedule, fusion and strategy."""
+"""PACE's preemptive schedule, fusion and strategy, from ready times and tails of gradients."""
 
 from offbeat.search.pace.fusion import search_fusion
 from offbeat.search.pace.paths import Jobs, jobs_of

@@ -1,4 +1,4 @@
-"""Tensors in the order they become ready, and the cost of a collective → which neighbours to fuse into one all-reduce.
+"""Choose which neighbouring tensors to fuse into one all-reduce.
 
 PACE's section V. A fused all-reduce is ready with its last tensor, has the longest tail of its tensors and pays the
 overhead of a collective once. `max_min_sizes` and `balanced_borders` are MaxMinSize (algorithm 1, lines 11-23): the
@@ -47,7 +47,7 @@ class _Chain(NamedTuple):
     tail: Any
     overhead: float
     floor: float
-    """No step is shorter: the tensors that make the bound without overhead need at least one collective."""
+    """A lower bound of the step: the tensors that make the bound without overhead need at least one collective."""
 
 
 def search_fusion(ready: Values, sizes: Values, tail: Values, seconds_per_byte: float, overhead: float) -> LinkSchedule:

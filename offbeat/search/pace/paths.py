@@ -1,4 +1,4 @@
-"""Operators with inputs and seconds → when each gradient is ready, and how long the step goes on once it has arrived.
+"""Compute when each gradient is ready, and how long the step continues after it has arrived.
 
 PACE's DAG: an operator starts once everything it reads exists (constraint 5), so that a gradient's ready time z_{u_i}
 and the tail L_i of its all-reduce (theorem 1) are longest paths. The paper assumes a device that runs any number of

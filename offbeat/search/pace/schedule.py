@@ -1,4 +1,4 @@
-"""Ready times, durations and tails of the gradients → the order and the slices in which one link carries them (PACE).
+"""PACE's schedule: the order and slices in which one link carries the gradients.
 
 A step runs from the start of backward to the end of the next forward. All-reduce i is ready when backward has made its
 gradient (PACE's z_{u_i}), holds the link for g_i seconds (its equation 1), and once it is complete, `tail` seconds
@@ -39,7 +39,7 @@ CUT_BUDGET = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class LinkSchedule:
-    """Who holds the link when, and how long the step takes with it."""
+    """Which job uses the link when, and the resulting step time."""
 
     makespan: float
     """Seconds: the largest completion + tail."""
@@ -79,7 +79,7 @@ def preemptive_schedule(ready: Values, duration: Values, tail: Values, overhead:
 
 
 def schedule_of(served: tuple[Floats, Floats, Any], tail: Floats, groups: Sequence[Sequence[int]] = ()) -> LinkSchedule:
-    """What the kernels return, as a LinkSchedule."""
+    """The kernels' result as a LinkSchedule."""
     slices, completion, _ = served
     jobs, starts, ends = slices.T.tolist()
     return LinkSchedule(
@@ -167,7 +167,7 @@ def makespan_of(completion: Any, tail: Any) -> float:
 
 @compiled
 def lower_bound(ready: Any, duration: Any, tail: Any, overhead: float) -> float:
-    """No schedule ends earlier: every job pays the overhead once, and cuts are free."""
+    """A lower bound of any schedule: every job pays the overhead once, and cuts are free."""
     longer = np.where(duration > 0.0, duration + overhead, 0.0)
     return makespan_of(serve(link_jobs(ready, longer, tail, 0.0), np.ones(len(ready), np.bool_))[1], tail)
 
@@ -231,7 +231,7 @@ def _climb(jobs: Any, best: Any, floor: float, trials: int) -> Any:
 
 @compiled
 def _without_idle_cuts(jobs: Any, best: Any, trials: int) -> Any:
-    """Takes back single cuts until each that is left shortens the step or saves another one."""
+    """Removes single cuts until each remaining one shortens the step or saves another one."""
     changed = True
     while changed:
         changed = False

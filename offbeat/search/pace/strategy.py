@@ -1,4 +1,4 @@
-"""ModelGraph + ClusterSpec + Costs → Strategy: PACE's fusion and preemptive schedule, ready to be lowered and run.
+"""Build a strategy from PACE's fusion and preemptive schedule.
 
 A gradient is ready when backward completes it. Its tail is everything from its update on in the next step, on a device
 that computes one operator after another, as Offbeat's runtime does; with more `streams`, the longest path from there on
@@ -40,7 +40,7 @@ def pace_strategy(
     """
     costs = costs or Costs()
     start = build_strategy("wfbp", graph, cluster)
-    # Two messages under way would share the link, and the urgent one would come late.
+    # Two messages in flight would share the link, and the urgent one would come late.
     start = start.model_copy(update={"name": "pace", "schedule": Schedule(in_flight=1)})
     plan = lower(graph, cluster, start)
     gradients = gradients_of(plan, costs, coarsen=coarsen, slack_seconds=slack_seconds)

@@ -23,7 +23,7 @@ from offbeat.simulate.fast.gradients import Arrangement, Gradients
 from offbeat.strategy import Strategy
 
 _PART_BYTES = (512 * 2**10, 2 * 2**20, 8 * 2**20)
-"""Sizes at which a slice may end, beside PACE's own cuts."""
+"""Sizes at which a slice may end, in addition to PACE's cuts."""
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _ROUNDING = 1e-12
 _Change = Callable[[Arrangement], Arrangement]
@@ -49,7 +49,7 @@ def schedule(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 @register_pass("tensor_fusion", order=20)
 def tensor_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """From the candidate's groups, and from none: borders set or removed while that shortens the step."""
+    """From the candidate's groups, and from none: sets or removes borders while that shortens the step."""
     gradients = problem.gradients(candidate)
     if gradients is None:
         return
@@ -86,7 +86,7 @@ def tensor_partition(candidate: Candidate, problem: Problem) -> Iterator[Strateg
 def _improved(
     arrangement: Arrangement, changes: Callable[[Arrangement], list[_Change]], candidate: Candidate, problem: Problem
 ) -> Strategy:
-    """The candidate with all changes that shorten the step, tried one after another, again until none does."""
+    """Applies all changes that shorten the step, one after another, until none does."""
     gradients = problem.gradients(candidate)
     assert gradients is not None
     best = problem.arrangement_seconds(gradients, arrangement, candidate)
@@ -132,7 +132,7 @@ def best_parts(
 
 
 def better_fused(gradients: Gradients, arrangement: Arrangement) -> list[int]:
-    """Borders that theorem 2 takes away."""
+    """Borders that theorem 2 removes."""
     _, _, _, arrival = gradients.run(arrangement)
     starts = np.flatnonzero(arrangement.borders)
     later = starts[1:]

@@ -1,8 +1,8 @@
-"""The pass that lets several messages be under way at once, with a limit on their bytes: ByteScheduler's credit.
+"""The pass that allows several messages in flight, with a limit on their bytes: ByteScheduler's credit.
 
 The more bytes are handed over, the better the cost of each message hides behind others, and the longer an urgent one
 waits for them. Slices and credit depend on each other, so both are tried together, on the candidate's messages and on
-one for each unit of gradients. Replay lets messages under way follow each other; in a job they share the wire, which
+one for each unit of gradients. Replay lets messages in flight follow each other; in a job they share the wire, which
 delays the first of them by no more than what the credit holds.
 """
 
@@ -19,7 +19,7 @@ from offbeat.simulate.fast.gradients import Gradients
 from offbeat.strategy import Strategy
 
 _CREDITS = tuple(2**power for power in range(20, 25))
-"""Bytes under way at once."""
+"""Bytes in flight at once."""
 _LEAST_SLICE_BYTES = 2**19
 """Smaller slices take processors' time, which replay does not know: on two cores, jobs cut into slices of 64 KiB ran
 slower than DDP where replay had promised 1.5 times its speed."""

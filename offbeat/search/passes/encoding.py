@@ -1,4 +1,4 @@
-"""The pass that encodes gradients, variable by variable, with the encoders that the user allows; none without leave.
+"""The pass that encodes gradients, variable by variable, with the encoders that the user allows.
 
 Each variable gets the allowed encoder that takes the link and the device least. Then encoders are taken off again,
 from those that save least, as long as replay says that the step does not get longer: what is hidden behind compute
@@ -28,11 +28,11 @@ ENCODERS = {
     "randomk": Encoder(name="randomk", ratio=0.01),
     "powersgd": Encoder(name="powersgd", rank=4),
 }
-"""What may be allowed, with the ratio or rank that is used unless one is given, as in 'powersgd:2'."""
+"""Allowed encoders, with the default ratio or rank; 'powersgd:2' gives another."""
 _WORTH = 1e-4
 """Share of the step that encoding must save; less is not worth a rounded gradient."""
 _MOST_LOOKS = 48
-"""Variables that are tried without their encoder one by one."""
+"""Variables tried without their encoder one by one."""
 
 
 def allowed_encoders(allow: Sequence[str]) -> tuple[Encoder, ...]:
@@ -45,7 +45,7 @@ def allowed_encoders(allow: Sequence[str]) -> tuple[Encoder, ...]:
 def _encoder(text: str) -> Encoder:
     name, _, value = text.partition(":")
     if name not in ENCODERS:
-        raise OffbeatError(f"allow: there is no encoder {name!r}; there are {', '.join(ENCODERS)}, and amp")
+        raise OffbeatError(f"allow: unknown encoder {name!r}; known: {', '.join(ENCODERS)}, amp")
     known = ENCODERS[name]
     if not value:
         return known
@@ -61,7 +61,7 @@ def _encoder(text: str) -> Encoder:
 
 @register_pass("encode", order=60)
 def encode(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """The fewest variables encoded that give the shortest step, each as suits it best."""
+    """Encodes the fewest variables that give the shortest step, each with its best encoder."""
     encoders = allowed_encoders(problem.allow)
     if not encoders or len(candidate.plan.replicas) < 2:
         return
@@ -108,7 +108,7 @@ def _needed(
 
 
 def _made(candidate: Candidate, problem: Problem, encoders: Mapping[str, Encoder]) -> Candidate:
-    """The candidate with these variables encoded, as it is scheduled or as suits it better now."""
+    """The candidate with these variables encoded, with its schedule or a better one."""
     variables = dict(candidate.strategy.variables)
     for name, encoder in encoders.items():
         config = candidate.strategy.config(name)
@@ -121,7 +121,7 @@ def _made(candidate: Candidate, problem: Problem, encoders: Mapping[str, Encoder
 def _scheduled(
     changed: Strategy, candidate: Candidate, problem: Problem, encoders: Mapping[str, Encoder]
 ) -> Iterator[Candidate]:
-    """Explicit slices hold only where all of every message is encoded alike, by what lets itself be cut."""
+    """Explicit slices apply only if every message is encoded uniformly by an encoder that can be cut."""
     if not changed.schedule.order or _alike(candidate, encoders):
         yield problem.evaluate(changed, "encode")
     slice_bytes = changed.schedule.slice_bytes or SLICE_BYTES
@@ -142,7 +142,7 @@ def _alike(candidate: Candidate, encoders: Mapping[str, Encoder]) -> bool:
 
 
 def _takes(shard: Shard, encoder: Encoder, variable: Variable) -> bool:
-    """Whether a float32 gradient that travels so, exact until now, may be encoded and is smaller then."""
+    """Whether a float32 gradient that is sent exactly so far may be encoded and becomes smaller."""
     if shard.encoder.name != "none" or shard.staleness or shard.asynchronous or shard.stations:
         return False
     possible = {
@@ -155,6 +155,6 @@ def _takes(shard: Shard, encoder: Encoder, variable: Variable) -> bool:
 
 
 def _seconds(candidate: Candidate, problem: Problem, variable: Variable, encoder: Encoder) -> float:
-    """What a variable alone takes of the link, and of the device to encode it."""
+    """Seconds of a variable alone on the link, and of the device to encode it."""
     link = link_seconds(candidate.plan, problem.costs, variable, Shard(encoder=encoder))
     return link + encoding_seconds(candidate.plan, problem.costs, encoder, variable.bytes)

@@ -1,4 +1,4 @@
-"""Passes that change how modules are computed: again in backward, in micro-batches, compiled, or in bfloat16.
+"""Passes that change how modules are computed: recomputed, in micro-batches, compiled, or in bfloat16.
 
 Recomputing and micro-batches save memory and are used as little as the limit allows. Compiling is operator fusion:
 
@@ -70,7 +70,7 @@ def recompute(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 @register_pass("accumulate", aim="memory", order=20)
 def micro_batches(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """The smallest number of equal micro-batches that fits; the largest where none does."""
+    """The smallest number of equal micro-batches that fits; the largest if none does."""
     batch = next((tensor.shape[0] for tensor in problem.graph.inputs if tensor.shape), _MOST_MICRO_BATCHES)
     most = min(batch, _MOST_MICRO_BATCHES)
     counts = [n for n in range(2, most + 1) if batch % n == 0 and n > candidate.strategy.accumulation]
@@ -86,7 +86,7 @@ Region = tuple[str, ...]
 
 @register_pass("op_fusion", order=40)
 def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Each kind of region that was measured compiled, with its gradients in one message and as they are."""
+    """Each kind of region that was measured compiled, with its gradients in one message and unchanged."""
     kinds: dict[str, list[Region]] = defaultdict(list)
     taken = set().union(*candidate.strategy.fusion)
     for block in problem.graph.blocks:
@@ -107,7 +107,7 @@ def op_fusion(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 @register_pass("amp", order=30)
 def amp(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
-    """Forward under autocast to bfloat16, where the user allows it and the model's blocks were measured so."""
+    """Forward under autocast to bfloat16, if the user allows it and the model's blocks were measured with it."""
     measured = any("bf16" in block.seconds for block in problem.graph.blocks)
     if AMP in problem.allow and measured and candidate.strategy.precision is None:
         yield candidate.strategy.model_copy(update={"precision": "bf16"})

@@ -1,4 +1,4 @@
-"""What a search is given → how its candidates are judged: step seconds and peak bytes of a strategy.
+"""The problem of a search: evaluates candidates by step seconds and peak bytes.
 
 And the open, ordered list of the passes that propose candidates (dPRO's Graph Pass Registry).
 """
@@ -21,27 +21,27 @@ from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
 
 AMP = "amp"
-"""What a user allows beside encoders: computing under autocast."""
+"""What a user may allow in addition to encoders: autocast."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that was replayed."""
+    """A replayed strategy."""
 
     name: str
-    """What made it: a builder's or a pass's name."""
+    """Its origin: a builder's or a pass's name."""
     strategy: Strategy
     seconds: float
     """Step time."""
     plan: Plan = field(repr=False)
     peak_bytes: int = 0
-    """Of the rank that holds most; 0 where memory is not limited."""
+    """Of the fullest rank; 0 if memory is not limited."""
     decisions: tuple[str, ...] = ()
     """The names of all candidates it was derived from, and its own."""
 
     @property
     def kind(self) -> str:
-        """What sets it apart on real processors: few or many messages, updates at once or one by one."""
+        """What distinguishes it on real processors: few or many messages, updates at once or one by one."""
         if self.plan.mode == "barrier":
             return "barrier"
         return "few messages" if len(self.plan.messages) <= 8 else "many messages"
@@ -55,20 +55,20 @@ class Problem:
     cluster: ClusterSpec
     costs: Costs
     symmetry: bool = True
-    """Ranks that behave alike are replayed once."""
+    """Whether ranks that behave alike are replayed once."""
     partial_replay: bool = True
-    """Where it is exact, a step is evaluated by `offbeat.simulate.fast`."""
+    """Whether a step is evaluated by `offbeat.simulate.fast` where that is exact."""
     mode: Literal["auto", "deferred", "barrier"] = "auto"
-    """Whether updates may reach into the next forward: 'auto' and 'deferred' let them, 'barrier' does not."""
+    """Whether updates may overlap the next forward: 'auto' and 'deferred' allow it, 'barrier' does not."""
     memory_limit: int | None = None
     """Bytes per rank."""
     allow: Sequence[str] = ()
     """Encoders that gradients may be sent with ('bf16', 'powersgd:4'), without any they travel exact; and 'amp' for
     autocast."""
     micro_batches: bool = True
-    """The model returns its loss, so that a batch can be computed in parts."""
+    """Whether the model returns its loss, so that a batch can be computed in parts."""
     coarsen: bool = True
-    """The variables of a module are moved together."""
+    """Whether the variables of a module are moved together."""
     deadline: float | None = None
     """On time.monotonic()'s clock."""
     _gradients: tuple[Plan | None, Gradients | None] = field(default=(None, None), repr=False)
@@ -83,7 +83,7 @@ class Problem:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def evaluate(self, strategy: Strategy, name: str, origin: Candidate | None = None) -> Candidate:
-        """Replays a strategy, in the mode that was asked for."""
+        """Replays a strategy in the requested mode."""
         if self.mode not in ("auto", strategy.schedule.mode):
             strategy = rescheduled(strategy, mode=self.mode)
         plan = lower(self.graph, self.cluster, strategy)
@@ -98,7 +98,7 @@ class Problem:
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit
 
     def gradients(self, candidate: Candidate) -> Gradients | None:
-        """The candidate's gradients as units; None where it cuts them or updates them on servers."""
+        """The candidate's gradients as units; None if it cuts them or updates them on servers."""
         if self._gradients[0] is not candidate.plan:
             self._gradients = candidate.plan, gradients_of(candidate.plan, self.costs, coarsen=self.coarsen)
         return self._gradients[1]
@@ -116,7 +116,7 @@ Aim = Literal["speed", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One optimisation technique. It proposes; what is kept is decided by replay."""
+    """One optimisation technique. It proposes candidates; replay decides."""
 
     name: str
     propose: Propose
@@ -136,7 +136,7 @@ def register_pass(name: str, *, aim: Aim = "speed", order: int = 100) -> Callabl
 
     def register(propose: Propose) -> Propose:
         if name in PASSES:
-            raise OffbeatError(f"a pass named {name!r} exists already: {PASSES[name].propose.__module__}")
+            raise OffbeatError(f"a pass named {name!r} already exists: {PASSES[name].propose.__module__}")
         PASSES[name] = Pass(name, propose, aim, order)
         return propose
 
@@ -151,5 +151,5 @@ def select_passes(names: Sequence[str] | None) -> list[Pass]:
     for name in names or ():
         if name not in PASSES:
             there = ", ".join(each.name for each in ordered)
-            raise OffbeatError(f"passes: there is no pass {name!r}; there are {there}")
+            raise OffbeatError(f"passes: unknown pass {name!r}; known: {there}")
     return [each for each in ordered if names is None or each.name in names]

@@ -1,4 +1,4 @@
-"""The pass that changes how variables travel: by all-reduce, gathered rows, broadcast factors or servers.
+"""The pass that changes how variables are synchronised: all-reduce, gathered rows, broadcast factors or servers.
 
 Only exchanges that give the same update are tried. Variables that change leave their group;
 the later passes fuse, cut and order what results.
@@ -19,7 +19,7 @@ _SERVED = 2
 """Variables, the largest ones, that are tried on a server."""
 SLICE_BYTES = 2 * 2**20
 _SUMMED_SLICES, _SUMMED_IN_FLIGHT = (2**19, 2**20), 4
-"""Bytes of slices that servers sum, and how many of them are under way: each root has its own."""
+"""Bytes of slices that servers sum, and how many of them are in flight: each root has its own."""
 
 
 @register_pass("synchronizer", order=50)
@@ -56,7 +56,7 @@ def synchronizer(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
 
 
 def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Shard | None:
-    """The exchange in which every replica updates that takes the link least; None if it has that one."""
+    """The cheapest exchange on the link in which every replica updates; None if it has that one."""
     current = candidate.strategy.config(variable.name).shards[0]
     if current.encoder.name != "none" or current.staleness or current.asynchronous:
         return None
@@ -82,7 +82,7 @@ def _cheapest(variable: Variable, candidate: Candidate, problem: Problem) -> Sha
 
 
 def _rearranged(strategy: Strategy, changes: dict[str, Shard]) -> Strategy:
-    """The strategy with these shards, each in a message of its own, in the order of urgency."""
+    """The strategy with these shards, each in its own message, in the order of urgency."""
     configs = {name: VariableConfig(shards=(shard,)) for name, shard in changes.items()}
     changed = strategy.model_copy(update={"variables": {**strategy.variables, **configs}})
     size = strategy.schedule.slice_bytes or SLICE_BYTES

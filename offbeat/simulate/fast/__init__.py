@@ -1,4 +1,4 @@
-"""Plan + Costs → seconds of a step, by compiled code where that is exact.
+"""Seconds of a step, by compiled code where that is exact.
 
 `arrays` takes a program as it is, `gradients` tells what other groups, cuts and orders of its gradients would take.
 """

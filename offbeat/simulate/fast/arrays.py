@@ -1,4 +1,4 @@
-"""StepProgram + Costs → the seconds of a step, in tens of microseconds: dPRO's partial replay.
+"""Compute the seconds of a step in tens of microseconds: dPRO's partial replay.
 
 Where every replica applies every update (all-reduce, gathered rows, broadcast factors), a program is a chain of compute
 per role and one queue for the link, so that the clock can be advanced over flat arrays without building a task graph.
@@ -33,11 +33,11 @@ class StepArrays(NamedTuple):
     slots: Integers
     """The stretch of each of the program's slots."""
     parts: int
-    """How many there are: a part is a component, or a slice of one that is applied as it arrives."""
+    """Number of parts: a part is a component, or a slice of one that is applied on arrival."""
     ready: Integers
     """Of each task in issue order: the stretch that completes its last gradient."""
     part: Integers
-    """Of each task: the part that it brings."""
+    """Of each task: the part that it delivers."""
     occupied: Floats
     lag: Floats
     gap: float
@@ -46,10 +46,10 @@ class StepArrays(NamedTuple):
     barrier: bool
     interference: float
     weight: Floats
-    """Ranks that each role stands for in the mean over ranks."""
+    """Number of ranks that each role represents in the mean over ranks."""
 
     def seconds(self) -> float:
-        """Seconds of a step that training settles into."""
+        """Seconds of a step in the steady state."""
         begins, _ = self.replay()
         return float((begins[:, -1] - begins[:, -2]) @ self.weight / self.weight.sum())
 
@@ -115,7 +115,7 @@ def _replay(step: Any, steps: int, extra: Any) -> Any:
 
 
 def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | None:
-    """The plan's program as arrays; None where only a full replay can tell how it runs."""
+    """The plan's program as arrays; None if it needs a full replay."""
     program = plan.program
     if not program.replicated or not program.ahead or any(message.roots for message in plan.messages):
         return None

@@ -1,4 +1,4 @@
-"""StepProgram + Costs → Gradients: what a step would take if its gradients were grouped, cut and ordered otherwise.
+"""Gradients: predict a step whose gradients are grouped, cut and ordered differently.
 
 Gradients come in units that may share a message with a neighbour. An `Arrangement` says where groups begin, into how
 many parts each may be cut, and how urgent each is; `Gradients.seconds` is the step it gives. The link is a single
@@ -40,7 +40,7 @@ class Arrangement:
     parts: Integers
     """Parts into which the group that begins at the unit may be cut."""
     urgency: Floats
-    """Lower goes first; a group has the least of its units."""
+    """Lower goes first; a group has the lowest value of its units."""
     barrier: bool = False
 
 
@@ -91,7 +91,7 @@ class Gradients:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """What the kernels take."""
+        """The kernels' input."""
         return Arrays(*(getattr(self, name) for name in Arrays._fields))
 
     @cached_property
@@ -101,7 +101,7 @@ class Gradients:
 
     @cached_property
     def least_tail(self) -> Floats:
-        """As `tail`, without the updates that may be nearly over when a unit has arrived."""
+        """Like `tail`, without the updates that may be nearly done when a unit has arrived."""
         return self._tails(np.where(self.as_it_arrives, 0.0, self.update))
 
     def _tails(self, update: Floats) -> Floats:
@@ -112,7 +112,7 @@ class Gradients:
         return tail
 
     def arrangement(self, *, fused: bool = False, barrier: bool = False) -> Arrangement:
-        """Every unit alone (or all that can be, together), uncut, most urgent for the next forward first."""
+        """Every unit alone (or all possible ones together), uncut, most urgent for the next forward first."""
         count = len(self)
         borders = self.forced.copy() if fused else np.ones(count, np.bool_)
         place = np.empty(count)
@@ -120,7 +120,7 @@ class Gradients:
         return Arrangement(borders, np.ones(count, np.int64), place, barrier)
 
     def even_parts(self, borders: Flags, part_bytes: float) -> Integers:
-        """As many parts as make none longer than `part_bytes` on the wire."""
+        """The number of parts that makes none larger than `part_bytes` on the wire."""
         parts = np.ones(len(self), np.int64)
         starts = np.flatnonzero(borders)
         parts[starts] = np.maximum(1, np.ceil(np.add.reduceat(self.wire, starts) / part_bytes)).astype(np.int64)
@@ -196,7 +196,7 @@ def _compute(arrays: StepArrays, ahead: int) -> tuple[Floats, Floats]:
 
 
 def _units(plan: Plan, coarsen: bool) -> list[tuple[tuple[Shard, str, str], list[Variable]]]:
-    """Variables that always travel together, in gradient order; before each what its message must agree in."""
+    """Variables that are always sent together, in gradient order, each with what its message must agree in."""
     kinds: dict[tuple[Shard, str, str], list[list[Variable]]] = {}
     for variable in plan.graph.gradient_order:
         shard = plan.strategy.config(variable.name).shards[0].model_copy(update={"group": None})
@@ -210,7 +210,7 @@ def _units(plan: Plan, coarsen: bool) -> list[tuple[tuple[Shard, str, str], list
 
 
 def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]:
-    """(seconds for which an empty collective takes the link, from then until its result is there, seconds per byte)."""
+    """(seconds an empty collective occupies the link, seconds until its result arrives, seconds per byte)."""
     stage = make_stages(shard, plan.replicas, plan.cluster)[0]
     ((ranks, root),) = stage.groups
     # A probe of one element: what a collective costs depends on its kind, its ranks and its bytes.
@@ -223,6 +223,6 @@ def _price(plan: Plan, costs: Costs, shard: Shard) -> tuple[float, float, float]
 
 
 def link_seconds(plan: Plan, costs: Costs, variable: Variable, shard: Shard) -> float:
-    """Seconds for which one variable alone would take the link."""
+    """Seconds one variable alone would occupy the link."""
     overhead, _, per_byte = _price(plan, costs, shard)
     return overhead + per_byte * gradient_bytes(shard, variable.shape, variable)

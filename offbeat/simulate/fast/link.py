@@ -1,4 +1,4 @@
-"""Units, borders, parts and urgencies as arrays → slices on the link and the seconds of a step (Numba kernels).
+"""Numba kernels for the link: slices and the seconds of a step from units, borders, parts and urgencies.
 
 `offbeat.simulate.fast.gradients` says what is modelled and makes the arrays.
 """
@@ -136,7 +136,7 @@ def _finish(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends:
 
 @compiled
 def _updates(units: Any, groups: Any, slices: Any, made: int, arrival: Any, ends: Any) -> Any:
-    """Seconds of each group's update, and when it is done if nothing but the link holds it up."""
+    """Seconds of each group's update, and when it is done if only the link delays it."""
     update = units.update_call + groups.update
     applied = arrival + update
     for group in range(len(arrival)):

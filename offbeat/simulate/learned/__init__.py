@@ -1,1 +1,1 @@
-"""Plans that were measured → a simulator that ranks others (AutoSync's linear, RNN and GAT models)."""
+"""Simulators trained on measured plans to rank others (AutoSync's linear, RNN and GAT models)."""

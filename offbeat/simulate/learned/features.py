@@ -1,4 +1,4 @@
-"""Plan → Encoded: what a learned simulator sees (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
+"""Encode a plan for learned simulators (AutoDist's Eq. 3: z_predefined ⊕ z_raw), without importing torch.
 
 A node is a shard, in forward order. Its raw features are attributes of the variable and of its synchronisation; its
 predefined ones are its message's z of the analytic model (`offbeat.cost.analytic`), shared out by bytes. Edges are the
@@ -99,7 +99,7 @@ class Samples:
 
 
 def rank_pairs(times: NDArray[np.float64], tie: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(faster, slower) positions of all pairs of times that differ by more than a share of `tie`."""
+    """(faster, slower) positions of all pairs of times that differ by more than the share `tie`."""
     first, second = np.triu_indices(len(times), 1)
     apart = np.abs(times[first] - times[second]) > tie * np.minimum(times[first], times[second])
     first, second = first[apart], second[apart]

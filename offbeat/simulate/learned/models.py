@@ -1,4 +1,4 @@
-"""Encoded plans → one score each (the logarithm of a time, up to scale) and a hidden vector, in plain torch.
+"""Models that give an encoded plan a score (the logarithm of a time, up to scale) and a hidden vector, in plain torch.
 
 linear     w · z over the features of the whole plan                                     `LinearModel`
 rnn        zi = MLP_i(z_raw ⊕ z_pre); LSTM both ways; MLP_o([h, h'])   (Eqs. 4 to 7)     `RecurrentModel`

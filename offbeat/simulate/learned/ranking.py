@@ -1,4 +1,4 @@
-"""Encoded plans + measured times → a trained Simulator, which ranks other plans and can be stored.
+"""Train a Simulator on encoded plans and measured times; it ranks other plans and can be stored.
 
 Pairs of plans from one domain are compared: with measured times t_i < t_j the loss is
 
@@ -30,7 +30,7 @@ from offbeat.simulate.learned.models import HIDDEN, Kind, ScoreModel, collate, m
 
 FORMAT = 1
 TIE = 0.03
-"""Times closer than this share are not compared: two trials of one strategy differ by as much."""
+"""Times closer than this share are not compared: two trials of one strategy differ by that much."""
 
 __all__ = ["Samples", "Simulator", "TrainingSchedule", "pairwise_loss"]
 
@@ -48,7 +48,7 @@ class Simulator:
         self.slope, self.offset = 1.0, 0.0
 
     def fit(self, domains: Sequence[Samples], schedule: TrainingSchedule | None = None) -> float:
-        """Trains on from the present state; returns the last epoch's mean loss."""
+        """Continues training from the current state; returns the last epoch's mean loss."""
         schedule = schedule or TrainingSchedule()
         domains = [domain for domain in domains if len(domain.plans) > 1]
         if not domains:
@@ -85,7 +85,7 @@ class Simulator:
         return float(np.mean(losses)) if losses else 0.0
 
     def predict(self, plans: Sequence[Encoded]) -> NDArray[np.float64]:
-        """Seconds of each plan; their order is what was trained."""
+        """Seconds of each plan; only their order was trained."""
         return np.exp(np.clip(self.slope * self._scores(plans)[0] + self.offset, -30, 30))
 
     def embed(self, plans: Sequence[Encoded]) -> NDArray[np.float64]:
@@ -112,7 +112,7 @@ class Simulator:
             if header["format"] != FORMAT:
                 raise OffbeatError(f"{origin}: format {header['format']!r} is not one this Offbeat reads ({FORMAT})")
             if (tuple(header["nodes"]), tuple(header["whole"])) != (NODE_NAMES, WHOLE_NAMES):
-                raise OffbeatError(f"{origin}: the simulator was trained on other features than this Offbeat's")
+                raise OffbeatError(f"{origin}: the simulator was trained on features of another Offbeat version")
             made = cls(header["kind"], hidden=header["hidden"], seed=header["seed"])
             state = {name.removeprefix("state."): torch.from_numpy(value) for name, value in arrays.items()}
             made.model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Graph + cluster + options → Strategy: one module per known system, whose `build` is registered under its name."""
+"""Strategy builders: one module per known system, whose `build` is registered under the module's name."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""Options, variables and servers → the pieces that several builders share."""
+"""Helpers shared by several builders: options, variables and servers."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""AutoDist's AllReduce builder → every few adjacent variables merged into one all-reduce."""
+"""AutoDist's AllReduce builder: every few adjacent variables merged into one all-reduce."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

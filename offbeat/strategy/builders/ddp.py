@@ -1,4 +1,4 @@
-"""PyTorch DistributedDataParallel's default → buckets in gradient order, closed by size."""
+"""PyTorch DistributedDataParallel's default: buckets in gradient order, closed by size."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

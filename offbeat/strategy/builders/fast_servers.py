@@ -1,4 +1,4 @@
-"""Unequal links → gradients by servers on the fastest, the rest as `overlap` has it."""
+"""Unequal links: gradients summed by servers on the fastest links, the rest as in `overlap`."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
@@ -16,16 +16,16 @@ def build(
     bucket: Size = "512KiB",
     in_flight: int = 4,
 ) -> Strategy:
-    """Variables of at least `threshold` are cut into shards of at most `shard` bytes by rows, which servers keep.
+    """Cuts variables of at least `threshold` by rows into shards of at most `shard` bytes, which servers keep.
 
     Use it on machines whose links differ in speed, where a ring is as slow as its slowest link.
 
-    A ring of w ranks leads 2(w−1)/w of all bytes through its slowest link. A server's clients send each byte once and
-    receive it once, in opposite directions, so that the slowest link carries less where the servers are elsewhere.
+    A ring of w ranks sends 2(w−1)/w of all bytes over its slowest link. A server's clients send each byte once and
+    receive it once, in opposite directions, so a slow link carries less if the servers are elsewhere.
 
-    Where the cluster has servers that hold no replica, all gradients are summed in slices of at most `shard` bytes by
-    them and by workers with fast links, each as many as fit its link, and every replica applies the update. The sum of
-    a slice is on its way back while others are still being computed, which new parameters cannot be.
+    If the cluster has servers without a replica, they and the workers with fast links sum all gradients in slices of
+    at most `shard` bytes, each as many as its link allows, and every replica applies the update. The sum of a slice can
+    return while other gradients are still being computed; new parameters cannot.
     """
     limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
     base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=most, in_flight=in_flight)

@@ -1,4 +1,4 @@
-"""torch's FSDP2 → units of modules whose variables are gathered before they are used, and freed behind that."""
+"""torch's FSDP2: units of modules whose variables are gathered before use and freed afterwards."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def build(
 ) -> Strategy:
     """`fully_shard` (Zhao et al., VLDB 2023; torch.distributed.fsdp) on each unit, and at last on the model itself.
 
-    Use it when parameters, gradients and optimizer state do not fit a device.
+    Use it when parameters, gradients and optimizer state do not fit on a device.
 
     `units` are module paths; or a size, for modules of at most so many bytes; or 'auto', for the repeated blocks of the
     model (`layers.0`, `layers.1`, …). Modules that cannot be units by themselves, because others read their variables,

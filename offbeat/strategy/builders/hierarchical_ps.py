@@ -1,4 +1,4 @@
-"""AutoDist's hand-tuned PS builder → partitioned servers that each node reaches through one transfer station."""
+"""AutoDist's hand-tuned PS builder: partitioned servers that each node reaches through one transfer station."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
@@ -17,7 +17,7 @@ def build(
 ) -> Strategy:
     """AutoDist §3.1 (5) in full: partitioned servers, and reduce and broadcast in two levels on nodes of many ranks.
 
-    Use it where nodes have several ranks and the links between nodes are slow.
+    Use it if nodes have several ranks and the links between nodes are slow.
 
     The first rank of each node with more than one replica is its station. Options as in `partitioned_ps`; sparse
     gradients go to their servers directly.

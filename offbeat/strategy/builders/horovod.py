@@ -1,4 +1,4 @@
-"""Horovod's default → gradients that become ready in one cycle share all-reduces of bounded size."""
+"""Horovod's default: gradients that become ready in one cycle share all-reduces of bounded size."""
 
 from collections import deque
 from collections.abc import Iterable

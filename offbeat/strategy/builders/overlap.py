@@ -1,4 +1,4 @@
-"""Offbeat's own starting point → balanced messages, cut into slices, most urgent first, updates deferred."""
+"""Offbeat's own starting point: balanced messages, cut into slices, most urgent first, updates deferred."""
 
 from itertools import groupby
 
@@ -11,9 +11,9 @@ from offbeat.strategy.model import Schedule, Strategy
 def build(
     graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 2
 ) -> Strategy:
-    """All-reduce that reaches into the next forward (PACE's overlap), with sizes that hold up on slow and fast links.
+    """All-reduce that overlaps the next forward (PACE's overlap), with sizes that work on slow and fast links.
 
-    Use it first where the network takes long and gradients are not clipped by their global norm.
+    Use it first if the network takes long and gradients are not clipped by their global norm.
 
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
     gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an

@@ -1,4 +1,4 @@
-"""Parallax → all-reduce for dense gradients, partitioned servers for sparse ones."""
+"""Parallax: all-reduce for dense gradients, partitioned servers for sparse ones."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

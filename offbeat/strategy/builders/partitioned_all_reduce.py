@@ -1,4 +1,4 @@
-"""AutoDist's partition-then-all-reduce → large variables cut by rows, each shard all-reduced alone."""
+"""AutoDist's partition-then-all-reduce: large variables cut by rows, each shard all-reduced alone."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable

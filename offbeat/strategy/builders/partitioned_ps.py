@@ -1,4 +1,4 @@
-"""Partitioned parameter servers → large variables spread by rows over all servers, small ones balanced."""
+"""Partitioned parameter servers: large variables spread by rows over all servers, small ones balanced."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
@@ -16,7 +16,7 @@ def build(
 ) -> Strategy:
     """The partitioning of AutoDist §3.1 (5): variables above `threshold` make one shard per server along axis 0.
 
-    Use it where a few large variables would overload one server.
+    Use it if a few large variables would overload one server.
 
     `max_shards` bounds the shards of one variable; `servers` is 'nodes' or 'ranks'.
     """

@@ -1,4 +1,4 @@
-"""Poseidon → sufficient factors for dense layers where they are smaller, balanced servers for the rest."""
+"""Poseidon: sufficient factors for dense layers where they are smaller, balanced servers for the rest."""
 
 from math import prod
 
@@ -11,7 +11,7 @@ from offbeat.strategy.model import Shard, Strategy, VariableConfig
 def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "2MiB", servers: str = "nodes") -> Strategy:
     """Poseidon (Zhang et al., ATC 2017): its HybComm rule chooses for each variable, first come first served (WFBP).
 
-    Use it for large fully connected layers and small batches, as VGG has them.
+    Use it for large fully connected layers and small batches, as in VGG.
 
     An M×N weight whose gradient is a product of K rows is broadcast as its two factors where `factors_win`; any other
     variable goes to the servers ('nodes' or 'ranks'), above `threshold` (Poseidon's key-value pairs have 2 MB) in one

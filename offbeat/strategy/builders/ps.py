@@ -1,4 +1,4 @@
-"""A plain parameter server → every variable whole on one rank."""
+"""A plain parameter server: every variable whole on one rank."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError

@@ -1,4 +1,4 @@
-"""AutoDist's TF-PS-LB → every variable whole on the server that has the least so far."""
+"""AutoDist's TF-PS-LB: every variable whole on the least loaded server."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

@@ -1,4 +1,4 @@
-"""AutoDist's RandomAxisPartitionAR → variables cut along a random axis, each shard all-reduced alone."""
+"""AutoDist's RandomAxisPartitionAR: variables cut along a random axis, each shard all-reduced alone."""
 
 import math
 from random import Random

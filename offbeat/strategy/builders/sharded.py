@@ -1,4 +1,4 @@
-"""ZeRO's synchronisation → buckets that are reduce-scattered, updated in shards and gathered again."""
+"""ZeRO's synchronisation: buckets that are reduce-scattered, updated in shards and gathered again."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

@@ -1,4 +1,4 @@
-"""TicTac → one all-reduce per gradient, in the order in which the next forward needs them."""
+"""TicTac: one all-reduce per gradient, in the order in which the next forward needs them."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph

@@ -1,4 +1,4 @@
-"""AutoDist's UnevenPartitionedPS → row shards of unequal sizes on balanced servers."""
+"""AutoDist's UnevenPartitionedPS: row shards of unequal sizes on balanced servers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Wait-free backpropagation → one all-reduce per gradient, as soon as it is ready."""
+"""Wait-free backpropagation: one all-reduce per gradient, as soon as it is ready."""
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
