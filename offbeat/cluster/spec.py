@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from offbeat import files, units
 from offbeat.cluster import document, parts, presets, variants
 from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Label, Link, Node, canonical_groups
+from offbeat.cluster.variants import Factors
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
@@ -193,7 +194,7 @@ class ClusterSpec(BaseModel):
         """The same cluster with other fields, checked."""
         return self.model_copy(update=changes)
 
-    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0, intra: variants.Factors | None = None) -> Self:
+    def with_links(self, bandwidth: float = 1.0, latency: float = 1.0, intra: Factors | None = None) -> Self:
         """The cluster with the bandwidth and the latency of every link multiplied, within nodes by `intra` if given.
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
