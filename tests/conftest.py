@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +11,10 @@ import pytest
 from hypothesis import settings
 
 from offbeat.emulate import Emulation
+
+# Before torch is loaded. Several tests run at once, many with a thread for each rank; threads of OpenMP on top of these
+# would spend more time waiting for each other than computing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts a job in the background makes it, and all that it starts, deaf to Ctrl-C.

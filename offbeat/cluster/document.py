@@ -1,4 +1,4 @@
-"""A cluster file (YAML or JSON) → its raw value; a ClusterSpec → YAML text as people write it.
+"""A cluster file (YAML or JSON) → its raw value; a ClusterSpec → YAML text as people write it, or a digest.
 
 Equal nodes are merged into one with `count`, and a number gets a unit wherever the text is read back as exactly it.
 """
@@ -60,6 +60,22 @@ def render_yaml(cluster: "ClusterSpec") -> str:
     if cluster.tables:
         document["tables"] = [_readable(table) for table in cluster.tables]
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def digest(cluster: "ClusterSpec") -> str:
+    """Equal for clusters that cost the same."""
+    labels = {"name", "address", "count"}
+    index = {node.name: position for position, node in enumerate(cluster.nodes)}
+    return files.digest(
+        {
+            "nodes": [
+                node.model_dump(mode="json", exclude=labels | ({"role"} if node.role == "worker" else set()))
+                for node in cluster.nodes
+            ],
+            "links": [[*sorted((index[k.a], index[k.b])), k.bandwidth, k.latency] for k in cluster.links],
+            "tables": [table.model_dump(mode="json") for table in cluster.tables],
+        }
+    )
 
 
 def _merged(nodes: tuple[Node, ...]) -> list[dict[str, Any]]:

@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from offbeat import files, units
-from offbeat.cluster import document, parts, presets
+from offbeat.cluster import document, parts, presets, variants
 from offbeat.cluster.parts import Collective, CollectiveTable, Groups, Label, Link, Node, canonical_groups
+from offbeat.cluster.variants import Factors
 from offbeat.errors import OffbeatError
 
 MAX_DEVICES = 1_000_000
-Factors = tuple[float, float]
-"""Of bandwidth and of latency."""
 
 
 class ClusterSpec(BaseModel):
@@ -189,28 +188,7 @@ class ClusterSpec(BaseModel):
 
         Links between the nodes that remain are kept, and so are tables that measure only remaining ranks.
         """
-        if isinstance(ranks, int):
-            if isinstance(ranks, bool) or not 1 <= ranks <= self.world_size:
-                raise OffbeatError(f"subset: {ranks!r} devices cannot be taken from a cluster of {self.world_size}")
-            ranks = range(ranks)
-        kept = sorted(set(ranks))
-        if not kept or len(kept) != len(ranks):
-            raise OffbeatError(f"subset: {units.quote(ranks)} must be one or more distinct ranks")
-        for end in (kept[0], kept[-1]):
-            self.node_of(end)
-        if len(kept) == self.world_size:
-            return self
-        devices = Counter(self.node_of_rank[rank] for rank in kept)
-        nodes = tuple(self.nodes[i].model_copy(update={"devices": devices[i]}) for i in sorted(devices))
-        names = {node.name for node in nodes}
-        renumbered = {rank: position for position, rank in enumerate(kept)}
-        tables = tuple(
-            table.renumbered(renumbered)
-            for table in self.tables
-            if all(rank in renumbered for group in table.groups for rank in group)
-        )
-        links = tuple(link for link in self.links if {link.a, link.b} <= names)
-        return self.replace(nodes=nodes, links=links, tables=tables)
+        return variants.subset(self, ranks)
 
     def replace(self, **changes: Any) -> Self:
         """The same cluster with other fields, checked."""
@@ -221,31 +199,11 @@ class ClusterSpec(BaseModel):
 
         Of a measured collective the time of the smallest size counts as latency, the rest as bandwidth.
         """
-        between = bandwidth, latency
-        within = intra or between
-        names = ("bandwidth", "latency", "intra_bandwidth", "intra_latency")
-        factors = dict(zip(names, between + within, strict=True))
-        return self.replace(
-            nodes=tuple(_scaled(node, factors) for node in self.nodes),
-            links=tuple(_scaled(link, factors) for link in self.links),
-            tables=tuple(
-                table.scaled(*(within if all(map(self.one_node, table.groups)) else between)) for table in self.tables
-            ),
-        )
+        return variants.with_links(self, (bandwidth, latency), intra or (bandwidth, latency))
 
     def with_servers(self, ranks: Iterable[int]) -> "ClusterSpec":
         """The cluster in which these ranks hold no replica. A node that has both kinds becomes two."""
-        serving = set(ranks)
-        for rank in sorted(serving):
-            self.node_of(rank)
-        nodes: list[Node] = []
-        for index, node in enumerate(self.nodes):
-            kinds = [(role, len(list(run))) for role, run in groupby(rank in serving for rank in self.ranks_of(index))]
-            for number, (serves, devices) in enumerate(kinds):
-                changes = {"devices": devices, "role": "server" if serves else node.role}
-                name = node.name if number == 0 else f"{node.name}-servers{number}"
-                nodes.append(node.model_copy(update=changes | {"name": name}))
-        return self.replace(nodes=tuple(nodes))
+        return variants.with_servers(self, ranks)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         # Pydantic's own would keep the tables built for the old nodes and skip the checks.
@@ -254,18 +212,7 @@ class ClusterSpec(BaseModel):
     @cached_property
     def digest(self) -> str:
         """Equal for clusters that cost the same: names and addresses do not count, all else does."""
-        labels = {"name", "address", "count"}
-        index = {node.name: position for position, node in enumerate(self.nodes)}
-        return files.digest(
-            {
-                "nodes": [
-                    node.model_dump(mode="json", exclude=labels | ({"role"} if node.role == "worker" else set()))
-                    for node in self.nodes
-                ],
-                "links": [[*sorted((index[k.a], index[k.b])), k.bandwidth, k.latency] for k in self.links],
-                "tables": [table.model_dump(mode="json") for table in self.tables],
-            }
-        )
+        return document.digest(self)
 
     @classmethod
     def homogeneous(
@@ -377,10 +324,3 @@ class ClusterSpec(BaseModel):
 
 def _hops(ring: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(ring, ring[1:] + ring[:1], strict=True)) if len(ring) > 1 else []
-
-
-def _scaled(part: Any, factors: Mapping[str, float]) -> Any:
-    """A node or a link with some of its figures multiplied, where it has them."""
-    figures = {name: getattr(part, name, None) for name in factors}
-    changed = {name: figure * factors[name] for name, figure in figures.items() if figure is not None}
-    return part.model_copy(update=changed)

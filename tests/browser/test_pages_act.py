@@ -1,5 +1,8 @@
 """What both pages and the frontier's picture let a reader do, each at the widths of a telephone, a tablet and a desk,
-in light and dark. A page is opened once for each size; a test leaves it as it was."""
+in light and dark. A page is opened once for each size; a test leaves it as it was.
+
+`make test` opens each width in one scheme, and looks at the letters of both; `make test-slow` opens the others.
+"""
 
 import json
 import time
@@ -27,7 +30,10 @@ from offbeat.timeline import NETWORK, Timeline
 from offbeat.timeline.diagnosis import diagnose
 from offbeat.units import format_seconds
 
-SIZES = [(width, scheme) for width in (390, 768, 1280) for scheme in ("light", "dark")]
+SIZES = [
+    *((390, "dark"), (768, "light"), (1280, "dark")),
+    *(pytest.param(size, marks=pytest.mark.slow) for size in ((390, "light"), (768, "dark"), (1280, "light"))),
+]
 CLUSTER = ClusterSpec.homogeneous(nodes=2, devices_per_node=2, bandwidth="1Gbit/s", peak_flops="100GFLOP/s")
 CLIPPED = """
 const wide = document.documentElement.scrollWidth - innerWidth, cut = [];
@@ -381,7 +387,7 @@ def test_a_slow_replay_says_so_and_can_be_cancelled(live: Tab, server: LiveServe
         live.wait(lambda: live.js("return document.getElementById('bandwidth').value") == "0")
         assert live.text("#step") == before
         live.wait(lambda: ended == ["Abandoned"], seconds=5)
-        if size != SIZES[-1]:
+        if size != (1280, "dark"):
             return
         # A later change ends a slow replay as well.
         live.put("bandwidth", 2)

@@ -33,7 +33,7 @@ def record_on_nodes(folder: str) -> None:
     from offbeat.profile import calibrate
 
     dist.init_process_group("gloo")
-    calibrate.KINDS, calibrate.SIZES, calibrate.ATTEMPTS = ("all_reduce",), calibrate.SIZES[:5], 1
+    calibrate.KINDS, calibrate.SIZES, calibrate.ATTEMPTS = ("all_reduce",), calibrate.SIZES[:4], 1
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.Recorder(folder) as recorder:

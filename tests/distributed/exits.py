@@ -44,7 +44,8 @@ def run_job(
     ranks = []
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(zygote().start(JOB, arguments, folder / f"rank{rank}.log", {**job, **place}, pipes=False))
+        log = folder / f"rank{rank}.log"
+        ranks.append(zygote().start(JOB, arguments, log, {**job, **place}, pipes=False, whole_end=True))
     running = dict(enumerate(ranks))
     ended: dict[int, tuple[int | None, float]] = {}
     began = time.monotonic()

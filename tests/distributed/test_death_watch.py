@@ -1,17 +1,14 @@
 """On NCCL, where a collective with a dead rank never ends, a thread ends the survivors and names that rank."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import drain_and_wait, start_ranks, stop_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT = Path(__file__).parents[2]
 # Rank 0 hangs as in a driver; the others do what they are told once all have met.
 SCRIPT = """
 import os, sys, time
@@ -46,26 +43,21 @@ class Job:
     def __init__(self, folder: Path, world: int, seconds: float, how: str) -> None:
         script = folder / "rank.py"
         script.write_text(SCRIPT)
-        shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, script, folder / "store", str(seconds), how],
-                env={**shared, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
+        self.folder = folder
+        self.ranks = start_ranks(world, str(folder / "store"), str(seconds), how, directory=folder, script=script)
         for process in self.ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "up\n"
+            assert process.stdout.readline() == b"up\n"
 
-    def end(self) -> list[tuple[int, str]]:
+    def tell(self, rank: int) -> None:
+        self.ranks[rank].stdin.write(b"\n")
+        self.ranks[rank].stdin.flush()
+
+    def end(self) -> list[tuple[int | None, str]]:
         """Exit code and last line of every rank."""
-        said = [process.communicate(timeout=60)[1] for process in self.ranks]
-        codes = [process.returncode for process in self.ranks]
+        deadline = time.monotonic() + 60
+        codes = [drain_and_wait(process, deadline) for process in self.ranks]
+        stop_ranks(self.ranks)
+        said = [(self.folder / f"rank{rank}.log").read_text() for rank in range(len(codes))]
         return [(code, text.strip().rpartition("\n")[2]) for code, text in zip(codes, said, strict=True)]
 
 
@@ -74,7 +66,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path):
     time.sleep(1)
     job.ranks[2].send_signal(signal.SIGKILL)
     began = time.monotonic()
-    job.ranks[0].wait(30)
+    drain_and_wait(job.ranks[0], began + 30)
     assert time.monotonic() - began < 10
     for rank, (code, said) in enumerate(job.end()[:2]):
         assert code == 1
@@ -83,8 +75,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path):
 
 def test_a_rank_whose_script_fails_ends_the_others(tmp_path: Path):
     job = Job(tmp_path, 2, 600, "raise")
-    job.ranks[1].stdin.write("\n")
-    job.ranks[1].stdin.flush()
+    job.tell(1)
     first, failed = job.end()
     assert failed == (1, "ValueError: no data")
     assert first[0] == 1
@@ -93,7 +84,5 @@ def test_a_rank_whose_script_fails_ends_the_others(tmp_path: Path):
 
 def test_ranks_that_end_in_peace_end_nobody(tmp_path: Path):
     job = Job(tmp_path, 2, 4, "return")
-    for process in job.ranks[1:]:
-        process.stdin.write("\n")
-        process.stdin.flush()
+    job.tell(1)
     assert job.end() == [(0, "")] * 2

@@ -207,6 +207,7 @@ def test_cluster_outlives_the_thread_that_made_it(emulated_cluster):
     assert started[0].wait(5) == -9
 
 
+@pytest.mark.timing
 def test_a_recording_tells_links_within_hosts_from_those_between(emulated_cluster, tmp_path):
     emulated_cluster(2, "200Mbit/s", ranks_per_host=2).run_function(record_on_nodes, str(tmp_path), timeout=60)
     profile = load_profile(tmp_path)

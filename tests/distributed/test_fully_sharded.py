@@ -7,7 +7,7 @@ from small_strategies import fsdp_points
 
 MODELS = [("mlp", "adamw"), ("cnn", "sgd"), ("transformer", "adamw"), ("gpt2", "adamw")]
 CASES = [(world, *model) for world in (2, 4) for model in MODELS]
-OFTEN = [(2, *model) for model in MODELS[2:]] + [(4, *model) for model in MODELS[:2]]
+OFTEN = [(2, *MODELS[2]), *((4, *model) for model in MODELS[:2])]
 
 
 @pytest.mark.parametrize(("world", "model", "kind"), mostly_slow(CASES, OFTEN))

@@ -36,8 +36,9 @@ dist.init_process_group("gloo")
 total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "GREETING")
-print(*(f"{name}={os.environ[name]}" for name in names), f"sum={total.item():g}", *sys.argv[1:])
+print(*(f"{name}={os.environ[name]}" for name in names), f"sum={total.item():g}", *sys.argv[1:], flush=True)
 dist.destroy_process_group()
+os._exit(0)  # torch's gloo threads can abort an interpreter that ends while they let go of tensors
 """
 SLEEP = """
 import os, subprocess, sys, time

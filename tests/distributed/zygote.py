@@ -1,9 +1,13 @@
 """A script and its environment → a running process, within milliseconds.
 
 Importing torch and Offbeat takes seconds, which hundreds of ranks cannot afford. So one process imports them and forks
-for every rank; a forked rank runs its script as the interpreter would, and its interpreter ends as any other does.
+for every rank; a forked rank runs its script as the interpreter would. Taking an interpreter down that has loaded torch
+takes about as long as loading it, so a rank whose script has ended well does what was registered for that moment and
+leaves. Where the end itself is tested, the whole interpreter ends as any other does.
 """
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -11,6 +15,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -58,13 +63,22 @@ class Zygote:
         theirs.close()
 
     def start(
-        self, script: Path, arguments: Sequence[str], log: Path, variables: Mapping[str, str], *, pipes: bool = True
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str],
+        *,
+        pipes: bool = True,
+        whole_end: bool = False,
     ) -> Forked:
         """Runs the script with these variables on top of the environment, in the folder of its log.
 
-        Its stderr goes to `log`; without `pipes` stdout does too, and stdin is empty.
+        Its stderr goes to `log`; without `pipes` stdout does too, and stdin is empty. With `whole_end` the interpreter
+        is taken down in the end.
         """
         request = {"script": str(script), "arguments": list(arguments), "variables": dict(variables)}
+        request["whole_end"] = whole_end
         request["folder"] = str(log.parent.absolute())
         with log.open("wb") as said, open(os.devnull, "rb") as nothing:
             if not pipes:
@@ -91,8 +105,8 @@ def zygote() -> Zygote:
     return Zygote()
 
 
-def _serve(client: socket.socket) -> str | None:
-    """Forks until the client is gone; in a forked process, the script that it runs."""
+def _serve(client: socket.socket) -> dict[str, Any] | None:
+    """Forks until the client is gone; in a forked process, what it was asked to run."""
     while True:
         message, files, _, _ = socket.recv_fds(client, 1 << 16, 3)
         if not message:
@@ -113,7 +127,7 @@ def _serve(client: socket.socket) -> str | None:
                 os.environ |= request["variables"]
                 os.chdir(request["folder"])
                 sys.argv = [request["script"], *request["arguments"]]
-                return request["script"]
+                return request
             for file in files:
                 os.close(file)
         client.sendall(json.dumps(answer).encode() + b"\n")
@@ -125,6 +139,19 @@ if __name__ == "__main__":
         for module in ("offbeat.api", "offbeat.monitor", "offbeat.online", "torch._dynamo", "workers"):
             importlib.import_module(module)
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
-        program = _serve(listening)
-    if program is not None:
-        runpy.run_path(program, run_name="__main__")
+        # Or every rank's first collection would copy the memory that it shares with this process.
+        gc.collect()
+        gc.freeze()
+        request = _serve(listening)
+    if request is not None:
+        try:
+            runpy.run_path(request["script"], run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        if not request["whole_end"]:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -120,8 +120,8 @@ def test_a_trace_that_cannot_be_read(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("plan", "mlp", "--cluster", "B9", "-o", "disk/s.json"),
-        ("replay", "t.json", "-o", "disk/t.json"),
+        pytest.param(("plan", "mlp", "--cluster", "B9", "-o", "disk/s.json"), marks=pytest.mark.slow),
+        pytest.param(("replay", "t.json", "-o", "disk/t.json"), marks=pytest.mark.slow),
         ("report", "t.json", "-o", "disk/r.html"),
     ],
 )
