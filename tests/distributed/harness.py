@@ -29,12 +29,13 @@ class RankFailed(AssertionError):
 
 
 def start_ranks(
-    world: int, *arguments: str, directory: Path, script: Path = WORKERS, pipes: bool = True
+    world: int, *arguments: str, directory: Path, script: Path = WORKERS, pipes: bool = True, whole_end: bool = False
 ) -> list[Forked]:
     """Starts one process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
     job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    how = {"pipes": pipes, "whole_end": whole_end}
     return [
-        zygote().start(script, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)}, pipes=pipes)
+        zygote().start(script, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)}, **how)
         for rank in range(world)
     ]
 

@@ -18,7 +18,7 @@ PARTIAL = ("other_heads", "backward_through_a_part")
 
 EXACT = {"all_reduce", "ddp", "horovod", "overlap", "partitioned_all_reduce", "random_axis_all_reduce", "tictac"}
 SEEDS = range(2200)
-OFTEN = SEEDS[:120]
+OFTEN = SEEDS[:200]
 """Those of `make test`, whose loops are short; the others are those of `make test-slow`."""
 Seen = list[tuple[int, str, torch.Tensor]]
 
