@@ -4,6 +4,10 @@ A backend's thread that needs the interpreter while it goes down, for a callback
 process. So before the interpreter does, every runtime waits for what it has put on the wire, breaks off what does not
 end in time, and closes its channels, which joins their threads. Nothing is applied: who wants the last update has read
 it or called `flush()`.
+
+Threads of the job's own group stay. A thread of gloo that has ended a collective wakes whoever waits for it, and only
+then lets go of its tensors, for which it needs the interpreter; on a busy machine that may be after the script's last
+line (pytorch#190489). So the end also waits until these threads sleep.
 """
 
 import atexit
@@ -15,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 log = logging.getLogger("offbeat")
@@ -25,6 +30,8 @@ FAILED_GRACE_SECONDS = 1.0
 """The same if the script, and so the job, has failed."""
 LAST_RESORT_SECONDS = 60.0
 """After the grace time: a process that still hangs then, such as in a GPU's driver whose peer has died, is ended."""
+LOOKS = 3
+"""How often in a row gloo's threads must be seen asleep."""
 CALLBACK_SECONDS = 0.05
 """Time for a thread that has run a Python callback to release it."""
 
@@ -78,6 +85,31 @@ def _close_all() -> None:
             runtime.close(deadline)
         except Exception:
             log.exception("offbeat could not close its connections")
+    with suppress(KeyboardInterrupt):
+        _until_idle(deadline)
+
+
+def _until_idle(deadline: float) -> None:
+    """Waits until gloo's threads sleep, having let go of the tensors of past collectives, or until `deadline`.
+
+    One that holds some runs, is kept from running by other processes, or waits for the interpreter, which it gets
+    while this one sleeps. One that sleeps holds none, or waits for other ranks.
+    """
+    looks = 0
+    while looks < LOOKS and time.monotonic() < deadline:
+        time.sleep(1e-3)
+        looks = looks + 1 if not any(state in "RD" for state in _gloo_threads()) else 0
+
+
+def _gloo_threads() -> list[str]:
+    """The state of each thread that runs gloo's collectives, as Linux has it; none on other systems."""
+    found = []
+    for entry in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):
+            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("pt_gloo"):
+                found.append(rest.split()[0])
+    return found
 
 
 class Callbacks:

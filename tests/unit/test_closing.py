@@ -163,6 +163,29 @@ def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, err
     assert waits is not isinstance(error, KeyboardInterrupt)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads do")
+def test_the_interpreter_waits_for_a_thread_of_gloo_that_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has woken whoever waited for its collective, and is about to let go of its tensors."""
+    monkeypatch.setattr(lifetime, "_alive", [])
+    working, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        working.set()
+        until = time.monotonic() + LATE_SECONDS
+        while time.monotonic() < until:
+            # Outside the interpreter, as gloo is.
+            torch.ones(1 << 16).cumsum(0)
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    working.wait()
+    lifetime._close_all()
+    assert ended.is_set()
+    thread.join()
+
+
 def test_a_forked_process_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(lifetime, "_alive", [runtime])
