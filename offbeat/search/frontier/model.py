@@ -17,12 +17,6 @@ from offbeat.errors import OffbeatError
 from offbeat.strategy.model import ENGINES, Engine, Strategy
 from offbeat.units import format_bytes, format_seconds, parse_bytes, quote
 
-ENGINE_WORDS: dict[Engine, str] = {
-    "replicated": "replicated",
-    "sharded": "sharded updates",
-    "fsdp": "FSDP2",
-    "split": "operator splits",
-}
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -46,13 +40,15 @@ class FrontierPoint:
 
     @property
     def name(self) -> str:
-        """Its engine in words, with what is done beside to save memory."""
-        words = [ENGINE_WORDS[self.engine]]
-        if self.strategy is not None and self.strategy.recompute:
-            words.append("recomputation")
-        if self.strategy is not None and self.strategy.accumulation > 1:
-            words.append("micro-batches")
-        return " + ".join(words)
+        """Its engine, with what is done beside to save memory."""
+        return " + ".join((self.engine, *self.savings))
+
+    @property
+    def savings(self) -> tuple[str, ...]:
+        """Of 'recompute' and 'accumulate' what its strategy does."""
+        made = self.strategy
+        done = {"recompute": made and made.recompute, "accumulate": made and made.accumulation > 1}
+        return tuple(name for name, value in done.items() if value)
 
 
 @checked_dataclass(config={"extra": "forbid"})
