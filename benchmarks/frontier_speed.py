@@ -88,7 +88,9 @@ def growth(cluster: ClusterSpec) -> list[dict[str, float]]:
     rows = []
     for model, devices in (("bert_3l", 16), ("bert_6l", 16), ("bert_base", 16), ("bert_3l", 8), ("bert_3l", 4)):
         graph = zoo.capture(model, batch=64)
-        wall, cpu, frontier = timed(lambda graph=graph, devices=devices: find_frontier(graph, cluster, devices=devices, engines=("split",)))
+        wall, cpu, frontier = timed(
+            lambda graph=graph, devices=devices: find_frontier(graph, cluster, devices=devices, engines=("split",))
+        )
         assert frontier.prices is not None
         units = len(frontier.prices.configs)
         rows.append({"model": model, "units": units, "devices": devices, "search_seconds": wall, "cpu_seconds": cpu})

@@ -27,7 +27,9 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     mini_time: Annotated[bool, Option("--mini-time", help="The fastest that fits in the memory.")] = False,
     mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="The fewest devices where it fits.")] = False,
     profile: Annotated[str | None, Option(metavar="N,N,…", help="The fastest for each number of devices.")] = None,
-    engine: Annotated[list[str] | None, Option(help="Only replicated, sharded, fsdp or split; can be repeated.")] = None,
+    engine: Annotated[
+        list[str] | None, Option(help="Only replicated, sharded, fsdp or split; can be repeated.")
+    ] = None,
     memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
     margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,

@@ -1,5 +1,6 @@
 """ModelGraph of a whole batch → ModelGraph of the part of it that one of several equal replicas computes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from offbeat.errors import OffbeatError
@@ -26,10 +27,10 @@ def batch_share(graph: ModelGraph, parts: int) -> ModelGraph:
         return graph
     if batch is None or batch % parts:
         raise OffbeatError(f"graph {quote(graph.name)}: a batch of {batch} cannot be shared equally by {parts} devices")
-    whole = _of_variables(graph)
+    whole = of_variables(graph)
     made: dict[str, Operator] = {}
     for operator in graph.operators:
-        made[operator.name] = _shared(operator, graph, made, whole.get(operator.name, frozenset()), batch, parts)
+        made[operator.name] = _shared(operator, graph, made, whole.get(operator.name, {}), batch, parts)
     variables = tuple(_fewer_rows(variable, parts) for variable in graph.variables)
     inputs = tuple(_cut(tensor, batch, parts) for tensor in graph.inputs)
     blocks = tuple(
@@ -39,25 +40,25 @@ def batch_share(graph: ModelGraph, parts: int) -> ModelGraph:
     return replace(graph, operators=tuple(made.values()), variables=variables, inputs=inputs, blocks=blocks)
 
 
-def _of_variables(graph: ModelGraph) -> dict[str, frozenset[int]]:
-    """By operator, the sizes in elements of those of its results that are variables or gradients of variables."""
-    sizes: dict[str, set[int]] = {}
+def of_variables(graph: ModelGraph) -> dict[str, dict[int, str]]:
+    """By operator, those of its results that are variables or gradients of variables: the variable, by elements."""
+    sizes: dict[str, dict[int, str]] = {}
     for operator in graph.operators:
         views = operator.kind == "view" or operator.target.startswith("aten._to_copy.")
         if views and operator.variables and all(name in sizes for name in operator.inputs):
-            sizes[operator.name] = {graph.variable(name).elements for name in operator.variables}
+            sizes[operator.name] = {graph.variable(name).elements: name for name in operator.variables}
     for variable in graph.gradient_order:
         waiting = [variable.gradient_from or ""]
         while waiting:
             operator = graph.operator(waiting.pop())
-            sizes.setdefault(operator.name, set()).add(variable.elements)
+            sizes.setdefault(operator.name, {})[variable.elements] = variable.name
             if operator.phase == "backward" and (operator.kind == "view" or operator.target.startswith(_PASSED_ON)):
                 waiting += operator.inputs
-    return {name: frozenset(found) for name, found in sizes.items()}
+    return sizes
 
 
 def _shared(
-    operator: Operator, graph: ModelGraph, made: dict[str, Operator], whole: frozenset[int], batch: int, parts: int
+    operator: Operator, graph: ModelGraph, made: dict[str, Operator], whole: Mapping[int, str], batch: int, parts: int
 ) -> Operator:
     read = [(graph.operator(name), made[name]) for name in operator.inputs]
     shared = [before.outputs != after.outputs for before, after in read]

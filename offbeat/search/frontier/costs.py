@@ -87,6 +87,8 @@ class Prices:
         self._updates = {op.variables[0]: self._seconds.get(op.name, 0.0) for op in graph.phase("optimizer")}
         self._radix = np.array(mesh.factors, np.float64)
         self._known: dict[tuple[object, ...], FlowCosts] = {}
+        self.gradient_seconds = [np.zeros(len(configs)) for configs in self.configs]
+        """(K,) of each unit's network seconds those that sum gradients."""
         self.unit_costs = [self._unit(index) for index in range(len(units.units))]
         """(K, 3) memory in bytes, compute and network seconds of each unit."""
         self.flow_costs = [self._flow(flow) for flow in units.flows]
@@ -180,7 +182,8 @@ class Prices:
             size = variable.updated_elements * ITEM_BYTES[variable.dtype]
             # Devices that differ along an axis that does not split the variable hold terms of its gradient.
             for k, axes in enumerate(_axes_with(symbols, _involved(unit, number) - set(labels))):
-                costs[k, 2] += self.mesh.seconds("all_reduce", axes, size * float(share[k]))
+                self.gradient_seconds[index][k] += self.mesh.seconds("all_reduce", axes, size * float(share[k]))
+        costs[:, 2] += self.gradient_seconds[index]
 
     def _layouts(self, symbols: Ints, labels: Map, involved: frozenset[int] = frozenset()) -> Ints:
         """(K, 2F) the tensor axis that each fine axis splits, then whether the gradient is partial over it."""

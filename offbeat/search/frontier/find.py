@@ -4,7 +4,8 @@ options to choose from it (section 4.1).
 Operator splits are TensorOpt's own frontier (`_splits`): group operators, enumerate and price configurations, track the
 frontier, keep or re-schedule tensors, make strategies. Replicas, with sharded updates or fully sharded, are what
 `optimize` finds under one memory limit after another (`_replicas`), so that `distribute(memory_limit=…)` takes the same
-points. The graph's batch is the whole batch of all devices, of which a replica computes its share.
+points. Beside them splits are estimated anew (`offbeat.search.frontier.rehearse`); alone they have FT's own sums, as in
+the paper. The graph's batch is the whole batch of all devices, of which a replica computes its share.
 
 - mini-time: `ModelFrontier.min_time(memory=…)`
 - mini-parallelism: `ModelFrontier.min_devices(memory=…)`
@@ -28,6 +29,7 @@ from offbeat.search.frontier.algebra import Ints, frontier_reduce
 from offbeat.search.frontier.costs import Prices, columns
 from offbeat.search.frontier.evaluate import Expanded, Strategies, expanded
 from offbeat.search.frontier.model import Frontier, FrontierPoint, too_little
+from offbeat.search.frontier.rehearse import rehearsed
 from offbeat.search.frontier.track import track
 from offbeat.search.frontier.units import group
 from offbeat.search.optimize import REPLICAS, by_memory
@@ -152,6 +154,8 @@ def find_frontier(
     units = group(graph)
     prices = Prices(graph, FineMesh(used), units, configurations)
     found = list(_splits(prices, objectives, points, threads)) if "split" in searched else []
+    if len(searched) > 1:
+        found = [rehearsed(point, prices) for point in found]
     notes = list(units.notes) if "split" in searched else []
     replicated = [engine for engine in REPLICAS if engine in searched]
     if replicated:
@@ -188,9 +192,7 @@ def _searched(engines: Sequence[Engine] | None, objectives: tuple[str, str]) -> 
     return tuple(engine for engine in ENGINES if engine in chosen)
 
 
-def _splits(
-    prices: Prices, objectives: tuple[str, str], points: int, threads: int | None
-) -> Iterator[FrontierPoint]:
+def _splits(prices: Prices, objectives: tuple[str, str], points: int, threads: int | None) -> Iterator[FrontierPoint]:
     """TensorOpt's frontier of operator splits."""
     # With re-scheduled tensors kept for speed, and for memory.
     tables = [prices.tables(small, objectives) for small in (False, True)[: 1 + ("memory" in objectives)]]
@@ -206,9 +208,7 @@ def _replicas(candidate: Candidate) -> FrontierPoint:
     unlimited = replace(plan, cluster=plan.cluster.with_links(bandwidth=UNLIMITED, latency=1 / UNLIMITED))
     compute = min(seconds, step_seconds(unlimited, Costs()))
     strategy = candidate.strategy
-    return FrontierPoint(
-        seconds, candidate.peak_bytes, compute, seconds - compute, strategy, engine=strategy.engine
-    )
+    return FrontierPoint(seconds, candidate.peak_bytes, compute, seconds - compute, strategy, engine=strategy.engine)
 
 
 def _costs(point: FrontierPoint) -> tuple[float, float, float]:
