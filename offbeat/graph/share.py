@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.graph.model import ModelGraph, Operator, TensorSpec, Variable
@@ -85,7 +86,7 @@ def _shared(
     return replace(operator, outputs=outputs, activation_bytes=kept_results, seconds=seconds, **divided)
 
 
-def _divided(operator: Operator, kept: int, parts: int) -> dict[str, int]:
+def _divided(operator: Operator, kept: int, parts: int) -> dict[str, Any]:
     """The operator's work; `kept` of the bytes it reads do not depend on the batch."""
     return {
         "flops": operator.flops // parts,

@@ -25,7 +25,6 @@ from offbeat.search.frontier.picture import _round_ticks, svg
 from offbeat.search.frontier.track import total_costs
 from offbeat.units import format_bytes, format_seconds
 
-
 splits = partial(find_frontier, engines=("split",))
 split_profile = partial(profile_devices, engines=("split",))
 

@@ -1,4 +1,4 @@
-"""The frontier over all engines: what each has on it, which one a memory limit asks for, and that a job takes the same."""
+"""The frontier over all engines: what each has on it, which one a memory limit asks for, and what a job takes."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ from offbeat.search import within
 from offbeat.search.frontier.baselines import data_parallel
 from offbeat.search.frontier.find import ModelFrontier, find_frontier, profile_devices
 from offbeat.search.frontier.model import Frontier, FrontierPoint
-from offbeat.search.frontier.rehearse import rehearsed
 from offbeat.search.frontier.picture import svg
+from offbeat.search.frontier.rehearse import rehearsed
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Strategy, build_strategy
 

@@ -167,7 +167,8 @@ def find_frontier(
             notes.append(f"only operator splits: {error}")
     if not found:
         raise OffbeatError(f"graph {graph.name!r}: no strategy of {', '.join(searched)} can run it on {count} devices")
-    amounts = columns(*(np.array(values) for values in zip(*map(_costs, found), strict=True)), objectives)
+    memory, compute, network = np.array([_costs(point) for point in found]).T
+    amounts = columns(memory, compute, network, objectives)
     return ModelFrontier(
         tuple(found[index] for index in frontier_reduce(amounts)),
         margin,

@@ -2,8 +2,8 @@
 
 As figure 6 of TensorOpt: the frontier as a solid line, its compute and network time as dotted ones, the turning point
 and the other systems marked. A point's shape and colour tell its engine; it is hollow where something is computed again
-or in micro-batches to save memory. Resting the pointer on a point tells its strategy in words; the page has these words in a
-table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and `ink`
+or in micro-batches to save memory. Resting the pointer on a point tells its strategy in words; the page has these words
+in a table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and `ink`
 other colours.
 """
 
