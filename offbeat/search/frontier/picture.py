@@ -1,10 +1,10 @@
 """A frontier and points to compare with → SVG text, or a file: memory across, time upwards, time split in its parts.
 
 As figure 6 of TensorOpt: the frontier as a solid line, its compute and network time as dotted ones, the turning point
-and the other systems marked. A point's shape and colour tell its engine; it is hollow where something is computed again
-or in micro-batches to save memory. Resting the pointer on a point tells its strategy in words; the page has these words
-in a table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and `ink`
-other colours.
+and the other systems marked. A point's shape and colour tell its engine; it is hollow where modules are computed again
+or batches in parts to save memory. Resting the pointer on a point tells its strategy in words; the page has these words
+in a table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and
+`ink` other colours.
 """
 
 import math
