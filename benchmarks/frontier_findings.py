@@ -55,7 +55,7 @@ def half_suffices(graph: Any, cluster: ClusterSpec, frontier: ModelFrontier) -> 
     assert frontier.prices is not None
     limit = math.ceil(data_parallel(frontier.prices).memory_bytes)
     # With the usual 40 choices for an operator the transformer takes minutes; what fewer find is still enough.
-    halved = find_frontier(graph, cluster, devices=8, configurations=24)
+    halved = find_frontier(graph, cluster, devices=8, configurations=24, engines=("split",))
     assert halved.prices is not None
     on_eight = data_parallel(halved.prices).memory_bytes
     needed = 16 if halved.points[0].memory_bytes > limit else 8
@@ -71,7 +71,7 @@ def findings(name: str, plot: Path | None) -> dict[str, Any]:
     cluster = ClusterSpec.preset("tensoropt")
     batch, options = MODELS[name]
     graph = zoo.capture(name, batch=batch, **options)
-    frontier = find_frontier(graph, cluster)
+    frontier = find_frontier(graph, cluster, engines=("split",))
     prices = frontier.prices
     assert prices is not None
     first, turn, last = frontier.points[0], frontier.turning_point, frontier.points[-1]

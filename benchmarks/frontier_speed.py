@@ -48,7 +48,7 @@ def measure(name: str, cluster: ClusterSpec) -> dict[str, Any]:
     """One model's search."""
     model, batch, target, paper = MODELS[name]
     capture_seconds, _, graph = timed(lambda: zoo.capture(model, batch=batch))
-    wall, cpu, frontier = timed(lambda: find_frontier(graph, cluster, devices=DEVICES))
+    wall, cpu, frontier = timed(lambda: find_frontier(graph, cluster, devices=DEVICES, engines=("split",)))
     prices = frontier.prices
     assert prices is not None
     return {
@@ -88,7 +88,9 @@ def growth(cluster: ClusterSpec) -> list[dict[str, float]]:
     rows = []
     for model, devices in (("bert_3l", 16), ("bert_6l", 16), ("bert_base", 16), ("bert_3l", 8), ("bert_3l", 4)):
         graph = zoo.capture(model, batch=64)
-        wall, cpu, frontier = timed(lambda graph=graph, devices=devices: find_frontier(graph, cluster, devices=devices))
+        wall, cpu, frontier = timed(
+            lambda graph=graph, devices=devices: find_frontier(graph, cluster, devices=devices, engines=("split",))
+        )
         assert frontier.prices is not None
         units = len(frontier.prices.configs)
         rows.append({"model": model, "units": units, "devices": devices, "search_seconds": wall, "cpu_seconds": cpu})
@@ -102,7 +104,7 @@ def main() -> None:
     parser.add_argument("--growth", action="store_true", help="also vary layers and devices")
     arguments = parser.parse_args()
     cluster = ClusterSpec.preset("tensoropt")
-    find_frontier(zoo.capture("bert_3l", scale=0.1, batch=16), cluster)
+    find_frontier(zoo.capture("bert_3l", scale=0.1, batch=16), cluster, engines=("split",))
     rows = [measure(name, cluster) for name in arguments.models.split(",")]
     report = {"python": platform.python_version(), "devices": DEVICES, "models": rows}
     if arguments.growth:

@@ -1,4 +1,4 @@
-"""offbeat frontier: model + cluster → the time/memory frontier over operator splits, or the point asked for."""
+"""offbeat frontier: model + cluster → the time/memory frontier over all engines, or the point asked for."""
 
 import math
 from pathlib import Path
@@ -27,6 +27,9 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     mini_time: Annotated[bool, Option("--mini-time", help="The fastest that fits in the memory.")] = False,
     mini_parallelism: Annotated[bool, Option("--mini-parallelism", help="The fewest devices where it fits.")] = False,
     profile: Annotated[str | None, Option(metavar="N,N,…", help="The fastest for each number of devices.")] = None,
+    engine: Annotated[
+        list[str] | None, Option(help="Only replicated, sharded, fsdp or split; can be repeated.")
+    ] = None,
     memory: Annotated[str | None, Option(help="Memory of each device, such as 16GiB; default: its own.")] = None,
     margin: Annotated[float, Option(help="Share of the memory to leave free.")] = 0.05,
     price: Annotated[float | None, Option(min=0, help="Dollars per device and hour.")] = None,
@@ -36,7 +39,8 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     output: Annotated[Path | None, Option("-o", "--output", help="Save the frontier or the strategy here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the frontier of time and memory over ways to split a model's operators."""
+    """Find the frontier of time and memory over all ways to run a training step: replicas, sharded updates, FSDP2,
+    recomputation, micro-batches, operators that are split over devices."""
     if mini_time + mini_parallelism + (profile is not None) > 1:
         raise OffbeatError("--mini-time, --mini-parallelism and --profile exclude each other")
     counts = _counts(profile) if profile is not None else ()
@@ -48,16 +52,18 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
 
     if profile is not None:
         with progress("tracking a frontier for each number of devices"):
-            rows = profile_devices(graph, spec, counts, limit, margin=margin, price_per_device_hour=price)
+            options: Any = {"engines": engine or None, "margin": margin, "price_per_device_hour": price}
+            rows = profile_devices(graph, spec, counts, limit, **options)
         shown = []
         for row in rows:
-            time, used = (row.point.time_seconds, round(row.point.memory_bytes)) if row.point else (None, None)
-            best = {"devices": row.devices, "time_seconds": time, "memory_bytes": used}
-            shown.append(best | {"dollars_per_step": row.dollars_per_step})
+            facts = _facts(row.point) if row.point else {}
+            best = {name: facts.get(name) for name in ("time_seconds", "memory_bytes", "engine")}
+            shown.append({"devices": row.devices, **best, "dollars_per_step": row.dollars_per_step})
         print_rows(shown, as_json)
         return
     with progress("tracking the frontier"):
-        found = find_frontier(graph, spec, devices=devices, margin=margin)
+        chosen: Any = engine or None
+        found = find_frontier(graph, spec, engines=chosen, devices=devices, margin=margin)
     if plot is not None:
         with progress("drawing"):
             found.plot(plot)
@@ -103,6 +109,7 @@ def _facts(point: "FrontierPoint") -> dict[str, Any]:
         "time_seconds": point.time_seconds,
         "compute_seconds": point.compute_seconds,
         "network_seconds": point.network_seconds,
+        "engine": point.name,
     }
 
 

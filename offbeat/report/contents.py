@@ -139,7 +139,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Every number of the page, ready for JSON."""
         frontier = [
-            {"memory_bytes": point.memory_bytes, "time_seconds": point.time_seconds}
+            {"memory_bytes": point.memory_bytes, "time_seconds": point.time_seconds, "engine": point.name}
             for point in (self.frontier.points if self.frontier else ())
         ]
         return {

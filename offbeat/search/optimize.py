@@ -5,9 +5,11 @@ partial replay (`partial_replay`) and symmetry (`symmetry`). The search starts f
 never worse than any of them. If memory is short, the memory passes come first. Then passes propose, replay decides,
 until none shortens the step; at last annealing looks for changes that only pay together (`offbeat.search.anneal`).
 `candidates` lists strategies worth a trial in a running job, each with the step time that replay predicts.
+`by_memory` lists what the search finds under one memory limit after another, for the frontier.
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from offbeat.search.passes import AMP, Candidate, Pass, Problem, select_passes
 from offbeat.search.passes.encoding import allowed_encoders
 from offbeat.simulate import step_seconds
 from offbeat.strategy import Recipe, Strategy, build_strategy
+from offbeat.strategy.model import Engine
 from offbeat.units import format_bytes
 
 STARTS = ("ddp", "overlap", "horovod", "all_reduce", "wfbp", "sharded", "byteps")
@@ -40,7 +43,15 @@ SCHEDULING_PASSES = ("schedule", "tensor_fusion", "tensor_partition")
 """What changes when things are sent, not how: a running job has measured the cost of its all-reduces only."""
 SLACK_SECONDS = 1e-3
 """A gradient that is later than planned holds up everything after it in a fixed order."""
+REPLICAS: tuple[Engine, ...] = ("replicated", "sharded", "fsdp")
+"""Engines whose ranks compute a batch each, which is what a plan can say."""
+LIMIT_STEP = 0.88
+"""A memory limit of `by_memory` as a share of what was needed under the one before."""
 BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
+
+
+class TooLittleMemory(OffbeatError):
+    """Nothing that the search can think of fits the limit."""
 
 
 def optimize(
@@ -90,23 +101,44 @@ def search(
             "allow: 'amp' needs the times of the model's blocks under autocast, which were not measured; pass the "
             "model and its example_inputs to optimize(), or --measure on the command line"
         )
-    chosen = select_passes(passes)
-    starts = _starts(problem, [each for each in chosen if each.aim == "memory"], shard=passes is None)
-    speed_passes = [each for each in chosen if each.aim == "speed"]
+    if passes is None and limit is not None:
+        problem.engines = REPLICAS
+    return _best(problem, _starts(problem), select_passes(passes), seed, rounds)
+
+
+def by_memory(graph: ModelGraph, cluster: ClusterSpec, engines: Sequence[Engine] = REPLICAS) -> Iterator[Candidate]:
+    """What `search` without annealing finds under falling memory limits, until nothing fits: less memory each, and
+    mostly more time."""
+    problem = Problem(graph, cluster, Costs(), memory_limit=sys.maxsize, engines=engines)
+    starts = _starts(problem)
+    try:
+        while starts:
+            found = _best(problem, starts, select_passes(None), rounds=0)
+            yield found
+            problem = replace(problem, memory_limit=int(found.peak_bytes * LIMIT_STEP))
+    except TooLittleMemory:
+        return
+
+
+def _best(
+    problem: Problem, starts: Sequence[Candidate], passes: Sequence[Pass], seed: int = 0, rounds: int | None = None
+) -> Candidate:
+    """The fastest that fits of what passes and annealing make of the starting points."""
+    memory_passes, speed_passes = ([each for each in passes if each.aim == aim] for aim in ("memory", "speed"))
     improved = [
         _improve(problem, start, [UNITS])
         if start.strategy.fsdp is not None
         else _annealed(problem, _improve(problem, start, speed_passes), seed, rounds)
-        for start in starts
+        for start in _chosen(problem, starts, memory_passes)
     ]
-    best = min(improved, key=lambda candidate: candidate.seconds)
+    best = min(improved, key=_seconds)
+    graph, cluster = problem.graph, problem.cluster
     names = {"name": "optimize", "model": graph.name, "graph": graph.signature, "cluster": cluster.digest}
     return replace(best, strategy=best.strategy.model_copy(update=names))
 
 
-def _starts(problem: Problem, memory_passes: Sequence[Pass], shard: bool) -> list[Candidate]:
-    """The fastest starting point that fits in memory, made to fit where none does; and the fastest whose gradients
-    can be rearranged, which is what most passes do."""
+def _starts(problem: Problem) -> list[Candidate]:
+    """What builders, PACE and FSDP2 make of the model, as far as the engines may be used."""
     starts = [
         problem.evaluate(build_strategy(name, problem.graph, problem.cluster), name)
         for name in STARTS
@@ -114,13 +146,21 @@ def _starts(problem: Problem, memory_passes: Sequence[Pass], shard: bool) -> lis
     ]
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)
     starts.append(problem.evaluate(pace, "pace"))
-    fitting = sorted(filter(problem.fits, starts), key=lambda candidate: candidate.seconds)
-    sharded = sharded_starts(problem) if shard and problem.memory_limit is not None else []
+    starts += sharded_starts(problem) if "fsdp" in problem.engines else []
+    return [start for start in starts if start.strategy.engine in problem.engines]
+
+
+def _chosen(problem: Problem, starts: Sequence[Candidate], memory_passes: Sequence[Pass]) -> list[Candidate]:
+    """The fastest starting point that fits in memory, made to fit where none does; and the fastest whose gradients
+    can be rearranged, which is what most passes do."""
+    sharded = [start for start in starts if start.strategy.fsdp is not None]
+    others = [start for start in starts if start.strategy.fsdp is None]
+    fitting = sorted(filter(problem.fits, others), key=_seconds)
     small = sorted(filter(problem.fits, sharded), key=_seconds)[:1]
     if fitting:
         movable = next((each for each in fitting if problem.gradients(each) is not None), fitting[0])
         return [*small, fitting[0]] if movable is fitting[0] else [*small, fitting[0], movable]
-    ends = [min(group, key=key) for group in (starts, sharded) if group for key in (_seconds, _peak)]
+    ends = [min(group, key=key) for group in (others, sharded) if group for key in (_seconds, _peak)]
     return [*small, *_made_to_fit(problem, ends, memory_passes, needed=not small)]
 
 
@@ -154,7 +194,7 @@ def _made_to_fit(
     if not needed:
         return []
     assert problem.memory_limit is not None
-    raise OffbeatError(
+    raise TooLittleMemory(
         f"memory_limit: {format_bytes(problem.memory_limit)} is not enough for {problem.graph.name!r}: "
         f"the smallest peak found is {format_bytes(least.peak_bytes)} ({', '.join(least.decisions)})"
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, islice, pairwise
 from os import PathLike
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
@@ -35,6 +35,10 @@ Synchronizer = Literal[
 EncoderName = Literal["none", "fp16", "bf16", "topk", "randomk", "sign", "int8", "powersgd"]
 Rank = Annotated[int, Field(ge=0)]
 SERVERS = ("parameter_server", "sparse_parameter_server")
+Engine = Literal["replicated", "sharded", "fsdp", "split"]
+"""What runs a strategy: replicas with all variables, replicas that update a part of them each (ZeRO), torch's
+`fully_shard`, or operators that are split over devices."""
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 def _list(values: Iterable[int]) -> str:
@@ -365,6 +369,15 @@ class Strategy(_Frozen):
             group = self.fsdp.wrapped.index(unit) if unit else len(self.fsdp.wrapped)
             return VariableConfig(shards=(Shard(synchronizer="sharded", group=group),))
         return self.variables.get(variable, _DEFAULT_CONFIG)
+
+    @property
+    def engine(self) -> Engine:
+        if self.operators:
+            return "split"
+        if self.fsdp is not None:
+            return "fsdp"
+        kinds = {shard.synchronizer for config in self.variables.values() for shard in config.shards}
+        return "sharded" if "sharded" in kinds else "replicated"
 
     @property
     def digest(self) -> str:

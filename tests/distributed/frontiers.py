@@ -98,7 +98,7 @@ def chosen_strategies(name: str, world: int, count: int) -> tuple[int, list[Stra
     The first number is how many are of the frontier."""
     graph = offbeat.capture(make(name), batch(name, 0), name=name)
     cluster = offbeat.ClusterSpec.homogeneous(nodes=world, devices_per_node=1, bandwidth="10Gbit/s", latency="2us")
-    frontier = offbeat.find_frontier(graph, cluster)
+    frontier = offbeat.find_frontier(graph, cluster, engines=("split",))
     places = torch.linspace(0, len(frontier.points) - 1, min(count, len(frontier.points))).round().int().tolist()
     limits = [math.ceil(frontier.points[place].memory_bytes) for place in places]
     strategies = _different([frontier.min_time(memory=limit) for limit in limits])

@@ -11,6 +11,7 @@ from offbeat.search.frontier.model import Frontier
 from offbeat.strategy import Strategy
 
 COMMAND = ["frontier", "mlp", "--cluster", "tensoropt", "--devices", "4"]
+SPLIT = ("--engine", "split")
 
 
 def called(*arguments: str) -> str:
@@ -20,7 +21,7 @@ def called(*arguments: str) -> str:
 
 
 def test_the_table_shows_points_from_least_memory_to_least_time():
-    text = called()
+    text = called(*SPLIT)
     assert all(word in text for word in ("memory", "time", "compute", "network", "turning"))
     rows = [line for line in text.splitlines() if "iB" in line]
     assert 3 <= len(rows) <= 14
@@ -28,7 +29,7 @@ def test_the_table_shows_points_from_least_memory_to_least_time():
 
 def test_the_frontier_is_told_saved_and_drawn(tmp_path: Path):
     saved, drawn = tmp_path / "frontier.json", tmp_path / "frontier.svg"
-    told = json.loads(called("--json", "-o", str(saved), "--plot", str(drawn)))
+    told = json.loads(called(*SPLIT, "--json", "-o", str(saved), "--plot", str(drawn)))
     assert told["devices"] == 4
     assert sum(point["turning_point"] for point in told["points"]) == 1
     points = Frontier.load(saved).points
@@ -45,7 +46,12 @@ def test_mini_time_saves_the_fastest_strategy_that_fits(tmp_path: Path):
     told = json.loads(called("--mini-time", "--memory", str(limit), "--margin", "0.1", "-o", str(chosen), "--json"))
     assert told["memory_bytes"] <= 0.9 * limit + 1
     assert told["time_seconds"] == min(p["time_seconds"] for p in everything if p["memory_bytes"] <= 0.9 * limit)
-    assert Strategy.load(chosen).operators
+    assert told["engine"].startswith(Strategy.load(chosen).engine)
+
+
+def test_engines_can_be_chosen():
+    points = json.loads(called("--engine", "fsdp", "--engine", "replicated", "--json"))["points"]
+    assert {point["engine"].split(" + ")[0] for point in points} == {"fsdp", "replicated"}
 
 
 def test_fewest_devices_and_a_row_for_each_number(tmp_path: Path):
@@ -67,6 +73,7 @@ def test_fewest_devices_and_a_row_for_each_number(tmp_path: Path):
         (["mlp", "--cluster", "tensoropt", "--devices", "999"], "devices must be 1 to"),
         (["mlp", "--cluster", "tensoropt", "--devices", "2", "--margin", "1.5"], "margin must be"),
         (["mlp", "--cluster", "tensoropt", "--mini-time", "--memory", "1KiB", "--devices", "2"], "memory='1KiB'"),
+        (["mlp", "--cluster", "tensoropt", "--engine", "magic"], "engines must be some of replicated, sharded, fsdp"),
     ],
 )
 def test_mistakes_get_one_sentence(arguments: list[str], words: str):

@@ -1,6 +1,10 @@
-"""find_frontier: from a captured model to strategies, their costs and the options users choose by."""
+"""find_frontier: from a captured model to strategies, their costs and the options users choose by.
+
+What is TensorOpt's is tested with operator splits alone.
+"""
 
 import math
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -20,6 +24,9 @@ from offbeat.search.frontier.model import Frontier
 from offbeat.search.frontier.picture import _round_ticks, svg
 from offbeat.search.frontier.track import total_costs
 from offbeat.units import format_bytes, format_seconds
+
+splits = partial(find_frontier, engines=("split",))
+split_profile = partial(profile_devices, engines=("split",))
 
 
 class Wide(nn.Module):
@@ -51,7 +58,7 @@ def bert():
 
 @pytest.fixture(scope="module")
 def found(bert):
-    return find_frontier(bert, ClusterSpec.preset("tensoropt"), devices=8)
+    return splits(bert, ClusterSpec.preset("tensoropt"), devices=8)
 
 
 def test_points_trade_memory_for_time(found):
@@ -104,7 +111,7 @@ def test_the_walk_ends_agree_with_the_tables_that_were_tracked(found):
 
 
 def test_one_device_needs_everything_and_sends_nothing(wide, machine):
-    frontier = find_frontier(wide, machine, devices=1)
+    frontier = splits(wide, machine, devices=1)
     (point,) = frontier.points
     assert point.network_seconds == 0
     weights = 2 * sum(variable.bytes for variable in wide.variables)
@@ -112,14 +119,14 @@ def test_one_device_needs_everything_and_sends_nothing(wide, machine):
 
 
 def test_splitting_weights_over_all_devices_needs_a_fraction_of_the_memory(wide, machine):
-    alone = find_frontier(wide, machine, devices=1).points[0].memory_bytes
-    frontier = find_frontier(wide, machine)
+    alone = splits(wide, machine, devices=1).points[0].memory_bytes
+    frontier = splits(wide, machine)
     assert frontier.points[0].memory_bytes == pytest.approx(alone / 4, rel=0.1)
 
 
 def test_data_parallelism_is_priced_by_hand(wide, machine):
     """All weights everywhere, a quarter of the batch each, an all-reduce of each layer's gradients and of the loss."""
-    frontier = find_frontier(wide, machine)
+    frontier = splits(wide, machine)
     point = data_parallel(frontier.prices)
     weights = sum(variable.bytes for variable in wide.variables)
     kept = wide.activation_bytes / 4 + sum(t.bytes for t in wide.inputs) / 4
@@ -143,7 +150,7 @@ def test_baselines_stand_where_the_paper_puts_them(found):
 
 
 def test_min_time_leaves_the_margin_free(bert):
-    frontier = find_frontier(bert, ClusterSpec.preset("tensoropt"), devices=4, margin=0.25)
+    frontier = splits(bert, ClusterSpec.preset("tensoropt"), devices=4, margin=0.25)
     limit = math.ceil(frontier.points[-1].memory_bytes)
     assert frontier.point_within(limit).memory_bytes <= 0.75 * limit
     with pytest.raises(OffbeatError, match="least that one needs"):
@@ -151,8 +158,8 @@ def test_min_time_leaves_the_margin_free(bert):
 
 
 def test_min_devices_takes_as_few_as_fit(wide, machine):
-    frontier = find_frontier(wide, machine)
-    alone = find_frontier(wide, machine, devices=1).points[0].memory_bytes
+    frontier = splits(wide, machine)
+    alone = splits(wide, machine, devices=1).points[0].memory_bytes
     assert frontier.min_devices(memory=math.ceil(alone)).devices == 1
     assert frontier.min_devices(memory=math.ceil(alone) - 1).devices == 2
     assert frontier.min_devices(memory=math.ceil(0.3 * alone)).devices == 4
@@ -161,42 +168,42 @@ def test_min_devices_takes_as_few_as_fit(wide, machine):
 
 
 def test_profiling_prices_each_number_of_devices(wide, machine):
-    rows = profile_devices(wide, machine, (1, 2, 4), "16GiB", price_per_device_hour=3.6)
+    rows = split_profile(wide, machine, (1, 2, 4), "16GiB", price_per_device_hour=3.6)
     assert [row.devices for row in rows] == [1, 2, 4]
     for row in rows:
         assert row.dollars_per_step == pytest.approx(row.devices * row.point.time_seconds / 1000)
-    assert profile_devices(wide, machine, (1,), "1KiB")[0].point is None
+    assert split_profile(wide, machine, (1,), "1KiB")[0].point is None
 
 
 def test_a_memory_limit_that_cannot_be_read_is_refused(wide, machine):
     with pytest.raises(OffbeatError, match="'16 bananas' has the unknown unit"):
-        find_frontier(wide, machine).min_devices(memory="16 bananas")
+        splits(wide, machine).min_devices(memory="16 bananas")
     with pytest.raises(OffbeatError, match="'16 bananas' has the unknown unit"):
-        profile_devices(wide, machine, (1,), "16 bananas")
+        split_profile(wide, machine, (1,), "16 bananas")
 
 
 def test_other_objectives(found, bert):
-    quiet = find_frontier(bert, ClusterSpec.preset("tensoropt"), devices=8, objectives=("memory", "communication"))
+    quiet = splits(bert, ClusterSpec.preset("tensoropt"), devices=8, objectives=("memory", "communication"))
     assert min(p.network_seconds for p in quiet.points) <= min(p.network_seconds for p in found.points)
     with pytest.raises(OffbeatError, match="objectives"):
-        find_frontier(bert, ClusterSpec.preset("tensoropt"), objectives=("memory", "beauty"))
+        splits(bert, ClusterSpec.preset("tensoropt"), objectives=("memory", "beauty"))
 
 
 @pytest.mark.parametrize(("option", "value"), [("devices", 17), ("devices", 0), ("margin", 1.0), ("points", 1)])
 def test_bad_options_are_named(wide, option, value):
     with pytest.raises(OffbeatError, match=option):
-        find_frontier(wide, ClusterSpec.preset("tensoropt"), **{option: value})
+        splits(wide, ClusterSpec.preset("tensoropt"), **{option: value})
 
 
 def test_devices_that_are_no_power_of_two(wide):
     cluster = ClusterSpec.homogeneous(nodes=1, devices_per_node=6)
-    frontier = find_frontier(wide, cluster)
+    frontier = splits(wide, cluster)
     assert all(prod(config.mesh) == 6 for config in frontier.points[0].strategy.operators.values())
 
 
 def test_recurrent_steps_share_one_configuration():
     graph = zoo.capture("seq2seq", scale=0.02, batch=8)
-    frontier = find_frontier(graph, ClusterSpec.preset("tensoropt"), devices=4)
+    frontier = splits(graph, ClusterSpec.preset("tensoropt"), devices=4)
     shared: dict[tuple[str, ...], set[str]] = {}
     for name, config in frontier.points[-1].strategy.operators.items():
         operator = graph.operator(name)
@@ -259,7 +266,7 @@ class Shifted(nn.Module):
 
 def test_the_gradient_of_a_viewed_bias_is_summed_over_the_batch(machine):
     graph = capture(Shifted(), (torch.randn(16, 64),), name="shifted")
-    frontier = find_frontier(graph, machine)
+    frontier = splits(graph, machine)
     mesh = frontier.prices.mesh
     gradients = sum(mesh.seconds("all_reduce", (0, 1), variable.bytes) for variable in graph.variables)
     loss = mesh.seconds("all_reduce", (0, 1), 4)

@@ -48,7 +48,7 @@ def program(model: nn.Module) -> Program:
 @pytest.fixture(scope="module")
 def frontier(model: nn.Module) -> ModelFrontier:
     graph = capture(model, (torch.randn(16, 64),), name="wide")
-    return find_frontier(graph, ClusterSpec.homogeneous(nodes=WORLD, devices_per_node=1))
+    return find_frontier(graph, ClusterSpec.homogeneous(nodes=WORLD, devices_per_node=1), engines=("split",))
 
 
 @pytest.fixture(scope="module")

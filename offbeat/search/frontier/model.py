@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.strategy.model import Strategy
+from offbeat.strategy.model import ENGINES, Engine, Strategy
 from offbeat.units import format_bytes, format_seconds, parse_bytes, quote
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -30,10 +30,25 @@ class FrontierPoint:
     """Peak, of the fullest device."""
     compute_seconds: Amount
     network_seconds: Amount
+    """What communication adds to the compute."""
     strategy: Strategy | None = None
     """None while only the choices are known."""
     choices: tuple[int, ...] = ()
     """The configuration of each operator."""
+    engine: Engine = "split"
+    """What runs it."""
+
+    @property
+    def name(self) -> str:
+        """Its engine, with what is done beside to save memory."""
+        return " + ".join((self.engine, *self.savings))
+
+    @property
+    def savings(self) -> tuple[str, ...]:
+        """Of 'recompute' and 'accumulate' what its strategy does."""
+        made = self.strategy
+        done = {"recompute": made and made.recompute, "accumulate": made and made.accumulation > 1}
+        return tuple(name for name, value in done.items() if value)
 
 
 @checked_dataclass(config={"extra": "forbid"})
@@ -62,6 +77,11 @@ class Frontier:
         from offbeat.search.frontier.picture import svg
 
         return svg(self) if self.points else escape(repr(self))
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Those that have points, in the order of `offbeat.strategy.model.ENGINES`."""
+        return tuple(engine for engine in ENGINES if any(point.engine == engine for point in self.points))
 
     @property
     def title(self) -> str:

@@ -1,9 +1,10 @@
 """A frontier and points to compare with → SVG text, or a file: memory across, time upwards, time split in its parts.
 
 As figure 6 of TensorOpt: the frontier as a solid line, its compute and network time as dotted ones, the turning point
-and the other systems marked. Resting the pointer on a point tells its strategy in words; the page has these words in a
-table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and `ink`
-other colours.
+and the other systems marked. A point's shape and colour tell its engine; it is hollow where modules are computed again
+or batches in parts to save memory. Resting the pointer on a point tells its strategy in words; the page has these words
+in a table as well. Written by hand, so that no plotting library is needed. A page may give the classes `paper` and
+`ink` other colours.
 """
 
 import math
@@ -17,6 +18,7 @@ from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.search.frontier.model import Frontier, FrontierPoint
 from offbeat.strategy import describe
+from offbeat.strategy.model import Engine
 from offbeat.units import format_bytes, format_seconds
 
 LEAST_TICKS, MOST_TICKS = 3, 8
@@ -47,6 +49,13 @@ td:not(:last-child), th { white-space: nowrap; }
   .paper { fill: #14161a; } text.ink { fill: #e8eaee; } path.ink { stroke: #e8eaee; }
 }
 """
+_SIGNS: dict[Engine, tuple[str, str, str]] = {
+    "replicated": ("replicated", "#b8860b", "M-4.5 -4.5h9v9h-9z"),
+    "sharded": ("updates sharded", "#c2185b", "M0 5L-5.5 -4.5H5.5z"),
+    "fsdp": ("FSDP2", "#00838f", "M0 -5.5L5.5 4.5H-5.5z"),
+    "split": ("operators split", "#1b6ca8", "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z"),
+}
+"""By engine what the legend says, a colour and the outline of a point."""
 _MARKS = ("#7a4fa3", "#b8860b", "#808080", "#c2185b", "#00838f", "#5d4037")
 
 
@@ -65,27 +74,33 @@ def draw(frontier: Frontier, path: str | PathLike[str], marked: Mapping[str, Fro
 
 def table(frontier: Frontier) -> str:
     """The points in words, as an HTML table."""
-    heads, rows = ("memory", "time", "of it compute", "of it network", "what is done"), []
+    heads, rows = ("memory", "engine", "time", "of it compute", "of it network", "what is done"), []
     for point in frontier.points:
         parts = (point.time_seconds, point.compute_seconds, point.network_seconds)
-        cells = zip(heads[1:], [*map(format_seconds, parts), "; ".join(_words(point))], strict=True)
+        cells = zip(heads[1:], [point.name, *map(format_seconds, parts), "; ".join(_words(point))], strict=True)
         rest = "".join(f'<td data-label="{head}"><span>{escape(cell)}</span></td>' for head, cell in cells)
         rows.append(f'<tr><th scope="row">{format_bytes(point.memory_bytes)}</th>{rest}</tr>')
     head = "".join(f'<th scope="col">{each}</th>' for each in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None) -> str:
-    """The picture as text."""
+def svg(
+    frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None, measured_seconds: float | None = None
+) -> str:
+    """The picture as text; with the time of a measured step as a line, because recordings know no memory."""
     if not frontier.points:
         raise OffbeatError("the frontier has no points to draw")
     shown = {"turning point": frontier.turning_point, **(marked or {})}
     every = [*frontier.points, *shown.values()]
     across, memory_ends = _scale([point.memory_bytes for point in every], LEFT, RIGHT)
-    longest = max(point.time_seconds for point in every)
+    longest = max(*(point.time_seconds for point in every), measured_seconds or 0.0)
     least = min(min(p.time_seconds, p.compute_seconds, p.network_seconds) for p in frontier.points)
+    least = min(least, measured_seconds or least)
     up, time_ends = _scale([longest, max(least, longest / 1e4)], BOTTOM, TOP)
-    height = _LEGEND + _ENTRY * math.ceil((len(_LINES) + len(shown)) / 2)
+    hollow = any(point.savings for point in frontier.points)
+    entered = len(_LINES) + len(frontier.engines) + len(shown) + (measured_seconds is not None)
+    rows = math.ceil(entered / 2) + hollow
+    height = _LEGEND + _ENTRY * rows
     title = textwrap.wrap(frontier.title, _TITLE_LETTERS, max_lines=2, placeholder="…")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -97,23 +112,47 @@ def svg(frontier: Frontier, marked: Mapping[str, FrontierPoint] | None = None) -
             _spaced({up(value): format_seconds(value) for value in _round_ticks(*time_ends, 10.0)}, 16),
         ),
     ]
-    for row, (name, label, colour, dashed) in enumerate(_LINES):
+    entries = [(label, _line("M0 0h18", colour, dashed)) for _, label, colour, dashed in _LINES]
+    for name, _, colour, dashed in _LINES:
         places = [(across(p.memory_bytes), up(max(getattr(p, name), longest / 1e4))) for p in frontier.points]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>')
-        parts += _entry(row, label, f'<path d="M0 0h18" stroke="{colour}" stroke-width="2"{dashed}/>')
-    parts += [
-        f'<circle cx="{across(p.memory_bytes):.1f}" cy="{up(p.time_seconds):.1f}" r="4" fill="#1b6ca8" '
-        f'fill-opacity="0.5"><title>{escape(_about(p))}</title></circle>'
-        for p in frontier.points
-    ]
+        parts.append(_line("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), colour, dashed))
+    for p in frontier.points:
+        _, colour, outline = _SIGNS[p.engine]
+        at = f'transform="translate({across(p.memory_bytes):.1f} {up(p.time_seconds):.1f})"'
+        parts.append(f'<g class="point" {at}>{_sign(outline, colour, bool(p.savings), _about(p))}</g>')
+    for engine in frontier.engines:
+        label, colour, outline = _SIGNS[engine]
+        entries.append((label, f'<g transform="translate(9 0)">{_sign(outline, colour)}</g>'))
+    if measured_seconds is not None:
+        colour, dashed = _MARKS[2], ' stroke-dasharray="6 3"'
+        parts.append(_line(f"M{LEFT} {up(measured_seconds):.1f}H{RIGHT}", colour, dashed))
+        entries.append((f"measured, {format_seconds(measured_seconds)}", _line("M0 0h18", colour, dashed)))
     for row, (label, point) in enumerate(shown.items()):
         colour = _MARKS[row % len(_MARKS)]
+        # A ring leaves the sign of the point inside to be seen.
+        ring = f'r="8" fill="none" stroke="{colour}" stroke-width="2"' if not row else f'r="5" fill="{colour}"'
         x, y = across(point.memory_bytes), up(point.time_seconds)
         about = f"{label}: {_about(point)}"
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(about)}</title></circle>')
-        parts += _entry(len(_LINES) + row, label, f'<circle cx="9" cy="0" r="5" fill="{colour}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {ring}><title>{escape(about)}</title></circle>')
+        entries.append((label, f'<circle cx="9" cy="0" {ring}/>'))
+    if hollow:
+        entries += [("", "")] * (len(entries) % 2)
+        around = f'<g transform="translate(9 0)">{_sign(_SIGNS["split"][2], "#808080", hollow=True)}</g>'
+        entries.append(("hollow: modules are computed again, or micro-batches", around))
+    for row, (label, sign) in enumerate(entries):
+        parts += _entry(row, label, sign)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _line(path: str, colour: str, dashed: str) -> str:
+    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>'
+
+
+def _sign(outline: str, colour: str, hollow: bool = False, about: str = "") -> str:
+    """A point's mark around 0 0, with what is told to who rests the pointer on it."""
+    inside = 'class="paper" fill="white"' if hollow else f'fill="{colour}" fill-opacity="0.6"'
+    told = f"<title>{escape(about)}</title>" if about else ""
+    return f'<path d="{outline}" {inside} stroke="{colour}" stroke-width="{1.5 if hollow else 0.5}">{told}</path>'
 
 
 def _entry(number: int, label: str, sign: str) -> list[str]:
@@ -141,7 +180,7 @@ def _axes(across: dict[float, str], up: dict[float, str]) -> list[str]:
 
 def _about(point: FrontierPoint) -> str:
     """A point in words, for who rests the pointer on it."""
-    first = f"{format_bytes(point.memory_bytes)}, {format_seconds(point.time_seconds)} a step"
+    first = f"{point.name}: {format_bytes(point.memory_bytes)}, {format_seconds(point.time_seconds)} a step"
     return "\n".join([first, *_words(point)])
 
 

@@ -19,6 +19,7 @@ from offbeat.simulate import step_seconds
 from offbeat.simulate.fast.gradients import Arrangement, Gradients, gradients_of
 from offbeat.simulate.roles import find_roles
 from offbeat.strategy import Strategy
+from offbeat.strategy.model import Engine
 
 AMP = "amp"
 """What a user may allow in addition to encoders: autocast."""
@@ -62,6 +63,8 @@ class Problem:
     """Whether updates may overlap the next forward: 'auto' and 'deferred' allow it, 'barrier' does not."""
     memory_limit: int | None = None
     """Bytes per rank."""
+    engines: Sequence[Engine] = ("replicated", "sharded")
+    """What may run the strategy."""
     allow: Sequence[str] = ()
     """Encoders that gradients may be sent with ('bf16', 'powersgd:4'), without any they travel exact; and 'amp' for
     autocast."""
@@ -95,6 +98,8 @@ class Problem:
         return Candidate(name, strategy, seconds, plan, peak, (*(origin.decisions if origin else ()), name))
 
     def fits(self, candidate: Candidate) -> bool:
+        if candidate.strategy.engine not in self.engines:
+            return False
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit
 
     def gradients(self, candidate: Candidate) -> Gradients | None:
