@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from hypothesis import settings
 
 from offbeat.emulate import Emulation
 
+# Tests neither learn from what this machine's user has run nor add to it; neither do the jobs they start.
+os.environ["OFFBEAT_HISTORY"] = os.devnull
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts a job in the background makes it, and all that it starts, deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import Interval, Trust
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.online.searcher import Searcher, SearchFailed
@@ -189,12 +190,15 @@ class Tuner:
         else:
             self.graph = graph
         does = "keeps" if kept else "gives up"
-        predicted = chosen["seconds"]
+        predicted = Interval(chosen["seconds"], chosen["low_seconds"], chosen["high_seconds"])
+        if self.rank == 0:
+            Trust(*chosen["trust"]).remember("trial", predicted.seconds, after)
         self._tell(
-            f"{does} '{chosen['name']}': a step takes {verdict} ({predicted * 1e3:.1f} ms predicted)",
+            f"{does} '{chosen['name']}': a step takes {verdict}; predicted: {predicted}",
             strategy=chosen["name"],
             kept=kept,
-            predicted_seconds=predicted,
+            predicted_seconds=predicted.seconds,
+            **predicted.fields("predicted"),
             seconds_before=before,
             seconds_after=after,
         )
@@ -327,7 +331,7 @@ def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
         if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
             reserved = 0 if DDP in (kind, present["kind"], *tried) else SHORTEST_TRIAL
-            return {**each, "graph": found["graph"], "reserved": reserved}
+            return {**each, "graph": found["graph"], "trust": found["trust"], "reserved": reserved}
         seen.append(kind)
     return None
 
