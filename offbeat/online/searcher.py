@@ -109,13 +109,15 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds, allow=request["allow"])
     trust = trust_in(profile)
     return {
-        "trust": [trust.device, trust.job, trust.noise],
         "graph": profile.graph.to_json().decode(),
         "costs": costs.to_dict(),
         "notes": list(profile.timeline.notes),
         "candidates": [
             {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}
-            | trust.interval(each.seconds, "trial").fields()
+            | {
+                "bounds": trust.interval(each.seconds, "trial").fields(),
+                "trust": [trust.device, trust.job, trust.noise],
+            }
             for each in found
         ],
     }

@@ -190,7 +190,7 @@ class Tuner:
         else:
             self.graph = graph
         does = "keeps" if kept else "gives up"
-        predicted = Interval(chosen["seconds"], chosen["low_seconds"], chosen["high_seconds"])
+        predicted = Interval(chosen["seconds"], *chosen["bounds"].values())
         if self.rank == 0:
             Trust(*chosen["trust"]).remember("trial", predicted.seconds, after)
         self._tell(
@@ -331,7 +331,7 @@ def worth_trying(found: dict[str, Any], tried: list[str], usual: float) -> dict[
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
         if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
             reserved = 0 if DDP in (kind, present["kind"], *tried) else SHORTEST_TRIAL
-            return {**each, "graph": found["graph"], "trust": found["trust"], "reserved": reserved}
+            return {**each, "graph": found["graph"], "reserved": reserved}
         seen.append(kind)
     return None
 

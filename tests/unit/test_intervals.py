@@ -3,18 +3,37 @@
 import json
 import os
 import random
+import re
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from math import exp
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_whatif import write_job
 
+from offbeat.cli import main
+from offbeat.cli.tuning import _show
+from offbeat.cluster import ClusterSpec
 from offbeat.cost import outcomes
-from offbeat.cost.interval import KINDS, MOST_OF_A_JOB, SPREAD, Interval, Trust, error_of_median, hardest, scatter
+from offbeat.cost.interval import (
+    KINDS,
+    MOST_OF_A_JOB,
+    SPREAD,
+    UNMEASURED,
+    Interval,
+    Trust,
+    error_of_median,
+    hardest,
+    scatter,
+)
+from offbeat.cost.measured import Costs
 from offbeat.cost.outcomes import (
     HISTORY_VARIABLE,
     Expectation,
@@ -27,6 +46,15 @@ from offbeat.cost.outcomes import (
     past_outcomes,
     remember,
 )
+from offbeat.graph import ModelGraph
+from offbeat.online.expected import Watch
+from offbeat.online.searcher import search
+from offbeat.profile.measure import load_profile
+from offbeat.report import make_report, render
+from offbeat.report.live import Session, State
+from offbeat.search.auto.store import Trial
+from offbeat.search.auto.tune import Options, Progress, tune
+from offbeat.search.optimize import predict
 from offbeat.strategy import Strategy
 
 GPU = "NVIDIA H200"
@@ -266,9 +294,195 @@ def test_what_a_saved_strategy_is_expected_to_take(history: Path) -> None:
     assert past_outcomes(GPU) == (), "an expectation is no outcome"
 
 
-def test_recordings_of_one_model_are_one_job() -> None:
+def test_recordings_of_one_model_are_one_job(folder: Path) -> None:
+    again = write_job(folder.with_name("again"), seconds=0.02)
+    graphs = [load_profile(each).graph for each in (folder, again)]
+    assert job_of(graphs[0]) == job_of(graphs[1]) != job_of(load_graph())
+
+
+# What the commands and pages say
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_job(tmp_path / "job", job="ddp")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return re.sub(r"[ \t]+", " ", capsys.readouterr().out)
+
+
+def test_replay_says_how_far_to_trust_it_and_learns(
+    folder: Path, history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = told(capsys, "replay", str(folder), "--what-if", "bandwidth=1.02x")
+    assert facts["replayed_step_low_seconds"] < facts["replayed_step_seconds"] < facts["replayed_step_high_seconds"]
+    assert facts["predicted_step_low_seconds"] < facts["predicted_step_seconds"] < facts["predicted_step_high_seconds"]
+    assert facts["gain_inside_interval"]
+    (kept,) = past_outcomes("cpu")
+    assert (kept.kind, kept.predicted, kept.measured) == (
+        "same",
+        facts["replayed_step_seconds"],
+        facts["measured_step_seconds"],
+    )
+    words = said(capsys, "replay", str(folder), "--what-if", "bandwidth=1.02x")
+    shown = Interval(*(facts[f"predicted_step{each}_seconds"] for each in ("", "_low", "_high")))
+    assert f"predicted step {shown}" in words
+    assert "×; the gain lies inside the interval" in words
+    assert re.search(r"replayed step [\d.]+ ms \([\d.]+–[\d.]+, 9 of 10\)", words)
+    assert len(past_outcomes("cpu")) == 1, "the same recording teaches once"
+    faster = told(capsys, "replay", str(folder), "--what-if", "bandwidth=100x", "--what-if", "compute=10x")
+    assert not faster["gain_inside_interval"]
+    wider = told(capsys, "replay", str(folder), "--what-if", "workers=4")
+    widths = [each["predicted_step_high_seconds"] / each["predicted_step_seconds"] for each in (facts, wider)]
+    assert widths[0] < widths[1], "of another number of ranks less is known"
+
+
+def test_pages_and_commands_show_the_same_interval(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = told(capsys, "replay", str(folder), "--what-if", "bandwidth=2x")
+    report = make_report(load_profile(folder), trace=str(folder))
+    assert report.help is not None
+    row = next(row for row in report.help.to_dict()["rows"] if row["about"] == "bandwidth=2x")
+    live = Session.of_recording(folder).replay(State(bandwidth=2.0))
+    for bound in ("low_seconds", "high_seconds"):
+        assert row[bound] == pytest.approx(facts[f"predicted_step_{bound}"]) == pytest.approx(live[bound])
+    assert row["bounds"] == live["bounds"]
+    assert row["bounds"] in render(report)
+    assert report.comparison is not None
+    assert report.comparison.to_dict()["predicted_step_low_seconds"] == facts["replayed_step_low_seconds"]
+    best = report.help.free or report.help.rows[0]
+    assert best.interval.bounds in report.headline
+    assert "bounds" not in Session.of_recording(folder).replay(State()), "what was measured is not predicted"
+    assert "low_seconds" in Session.of_recording(folder).rank(State(strategy="overlap"))
+
+
+def test_optimize_says_how_far_to_trust_it_and_notes_what_it_expects(
+    folder: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = tmp_path / "strategy.json"
+    job = ["optimize", str(folder), "--time-limit", "1", "-o", str(chosen)]
+    facts = told(capsys, *job)
+    assert facts["step_low_seconds"] < facts["step_seconds"] < facts["step_high_seconds"]
+    assert facts["kind"] == "strategy"
+    assert facts["gain_inside_interval"] == (facts["step_seconds"] < facts["ddp_seconds"] <= facts["step_high_seconds"])
+    expected = expectation_of(Strategy.load(chosen), 2)
+    assert expected is not None
+    assert expected.seconds == facts["step_seconds"]
+    words = said(capsys, *job)
+    assert re.search(r"predicted to take [\d.]+ ms \([\d.]+–[\d.]+, 9 of 10\): ", words)
+    assert ("the gain lies inside the interval" in words) == facts["gain_inside_interval"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["plan", "mlp", "--cluster", "pace_10g"], "predicted_step"),
+        (["explain", "ddp", "--model", "mlp", "--cluster", "pace_10g"], "step"),
+        (["frontier", "mlp", "--cluster", "tensoropt", "--devices", "2", "--mini-time"], "time"),
+    ],
+)
+def test_what_was_not_measured_is_called_an_estimate(
+    command: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = told(capsys, *command)
+    low, seconds, high = (facts[f"{name}{each}_seconds"] for each in ("_low", "", "_high"))
+    assert low < seconds
+    assert high > 3 * seconds, "steps took 1.2 to 10 times the sum of their operators"
+    words = said(capsys, *command)
+    assert UNMEASURED in words
+    assert "9 of 10" in words
+
+
+def test_every_point_of_a_frontier_has_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["frontier", "mlp", "--cluster", "tensoropt", "--devices", "2"]
+    facts = told(capsys, *command)
+    assert all(
+        point["time_low_seconds"] < point["time_seconds"] < point["time_high_seconds"] for point in facts["points"]
+    )
+    assert UNMEASURED in facts["notes"]
+    words = said(capsys, *command)
+    assert "9 of 10" in words
+    assert UNMEASURED in words
+
+
+def test_tune_shows_and_keeps_what_became_of_its_predictions(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trial = Trial(Strategy(name="mine"), "done", 0.2, predicted_seconds=0.21)
+    graph, cluster = load_graph(), ClusterSpec.local(2)
+    seen: list[Progress] = []
+
+    def seconds_of(strategy: Strategy) -> float:
+        return predict(graph, cluster, Costs(), strategy)
+
+    def run(strategies: Any, _: Any) -> list[Trial]:
+        return [Trial(strategy, "done", 1.1 * seconds_of(strategy)) for strategy in strategies]
+
+    tune(graph, cluster, run, Options(trials=2, guide="replay", candidates=4), on_progress=seen.append)
+    intervals = [each.interval for each in seen if each.interval is not None]
+    assert intervals
+    kept = past_outcomes("cpu")
+    assert {each.kind for each in kept} == {"trial"}
+    assert {each.predicted for each in kept} <= {each.seconds for each in intervals}
+    _show(Progress(1, 2, trial, trial, 0.0, 0.0, 0.0, Interval(0.21, 0.2, 0.22)))
+    assert "210 ms predicted (200–220, 9 of 10)" in capfd.readouterr().err
+
+
+def load_graph() -> ModelGraph:
     from offbeat import zoo
 
-    graph = zoo.capture("ncf", 0.02)
-    again = graph.replace(name="recorded") if hasattr(graph, "replace") else graph
-    assert job_of(graph) == job_of(again) != job_of(zoo.capture("ncf", 0.03))
+    return zoo.capture("mlp", 0.1)
+
+
+def test_a_job_that_runs_a_saved_strategy_adds_its_outcome(history: Path) -> None:
+    """Timed once the order has settled, and only if the model is still the one that was predicted."""
+    clock = SimpleNamespace(time=0.0, wait=lambda moment: None, seconds=lambda moment: moment)
+    clock.now = lambda: clock.time
+    reports = SimpleNamespace(reports=SimpleNamespace(clock=clock))
+    expected = Expectation("name", 2, "strategy", GPU, "job", 0.1)
+    for refitted in (True, False):
+        runtime: Any = SimpleNamespace(engine=reports, step_hooks=[], refit_hooks=[])
+        Watch(runtime, expected)
+        for step in range(60):
+            # The first steps, before the order has settled, are slow, and so is one in the middle.
+            clock.time += 1.0 if step < 20 or step == 30 else 0.11
+            for hook in list(runtime.step_hooks):
+                hook()
+            if refitted and step == 25:
+                for refit in runtime.refit_hooks:
+                    refit(None)
+        assert runtime.step_hooks == []
+        outcomes_kept = past_outcomes(GPU)
+        assert len(outcomes_kept) == (not refitted)
+    assert outcomes_kept[0].measured == pytest.approx(0.11)
+
+
+def test_the_search_beside_a_job_gives_candidates_intervals(folder: Path) -> None:
+    found = _answer(folder)
+    for each in found["candidates"]:
+        low, high = each["bounds"].values()
+        assert low < each["seconds"] < high
+        Trust(*each["trust"])
+
+
+def _answer(folder: Path) -> dict[str, Any]:
+    lines = [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("rank*.jsonl"))
+    ]
+    packed = [zlib.compress(json.dumps(each).encode()).hex() for each in lines]
+    graph = load_profile(folder).graph.to_json().decode()
+    return search(
+        {
+            "traces": packed,
+            "link": (1e-3, 1e-9),
+            "world": 2,
+            "graph": graph,
+            "barrier": True,
+            "allow": [],
+            "encoding": {},
+        }
+    )
