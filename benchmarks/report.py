@@ -36,8 +36,8 @@ from tables import (
     gpu_replay_accuracy,
     gpu_step_time,
     gpu_verdicts,
-    listed,
     intervals,
+    listed,
     memory_accuracy,
     over_faster_ddp,
     pace_speed,
@@ -126,8 +126,8 @@ SECTIONS = (
         "intervals",
         "Intervals",
         "Share of the measurements in the results of other benchmarks that lie inside the 90% interval of their "
-        "prediction, and the interval's width, (high - low) / predicted. Every model is held back in turn: its intervals "
-        "come from the other models in the same setting, and from the prior, whose constants are taken from the same "
+        "prediction, and the interval's width, (high - low) / predicted. Every model is held back in turn: its "
+        "intervals come from the other models in the same setting, and from the prior, whose constants are taken from the same "
         "files. The scatter of recorded steps, which widens intervals further, is not part of these files.",
         intervals,
         "python benchmarks/intervals.py --json",
