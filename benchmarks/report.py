@@ -127,8 +127,8 @@ SECTIONS = (
         "Intervals",
         "Share of the measurements in the results of other benchmarks that lie inside the 90% interval of their "
         "prediction, and the interval's width, (high - low) / predicted. Every model is held back in turn: its "
-        "intervals come from the other models in the same setting, and from the prior, whose constants are taken from the same "
-        "files. The scatter of recorded steps, which widens intervals further, is not part of these files.",
+        "intervals come from the other models in the same setting, and from the prior, whose constants are taken from "
+        "the same files. The scatter of recorded steps, which widens intervals further, is not part of these files.",
         intervals,
         "python benchmarks/intervals.py --json",
         "seconds, and the results of other benchmarks",
