@@ -35,6 +35,7 @@ from tables import (
     gpu_replay_accuracy,
     gpu_step_time,
     gpu_verdicts,
+    intervals,
     listed,
     memory_accuracy,
     over_faster_ddp,
@@ -120,6 +121,18 @@ SECTIONS = (
         "2026-11-16",
     ),
     Section("replay_accuracy_2_hosts", "Replay accuracy on two hosts", "The same, two hosts only.", replay_accuracy),
+    Section(
+        "intervals",
+        "Intervals",
+        "Share of the measurements in the results of other benchmarks that lie inside the 90% interval of their "
+        "prediction, and the interval's width, (high - low) / predicted. Every model is held back in turn: its "
+        "intervals come from the other models in the same setting, and from the prior, whose constants are taken from "
+        "the same files. The scatter of recorded steps, which widens intervals further, is not part of these files.",
+        intervals,
+        "python benchmarks/intervals.py --json",
+        "seconds, and the results of other benchmarks",
+        "2026-11-18",
+    ),
     Section("search_speed", "Search speed", "dPRO's models on 16 workers with a V100 each, 10 Gbit/s.", search_speed),
     Section(
         "pace_speed",

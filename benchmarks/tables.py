@@ -38,6 +38,8 @@ TARGETS = {
     "cross": Target(0.06, "Offbeat: median error of predicting another strategy at another bandwidth"),
     "cross_worst": Target(0.15, "Offbeat: the worst such error"),
     "recorder": Target(0.05, "Offbeat: overhead of recording (dPRO: 5.86%)"),
+    "coverage": Target(0.85, "Offbeat: share of held-back measurements inside the 90% interval, and at most 0.95"),
+    "width": Target(0.12, "Offbeat: mean width of these intervals"),
     "gpu_same": Target(0.02, "Offbeat: median error of predicting a run on GPU ranks from its own profile"),
     "gpu_same_worst": Target(0.06, "Offbeat: the worst such error"),
     "gpu_cross": Target(0.04, "Offbeat: median error of predicting another strategy or bandwidth on GPU ranks"),
@@ -267,6 +269,29 @@ def replay_accuracy(result: Result) -> Lines:
         if key in result:
             lines += [f"{title}:", "", *table(_ACCURACY_HEADS, _accuracy_rows(result[key]))]
     return lines
+
+
+def intervals(result: Result) -> Lines:
+    """Coverage and width, whole and by setting."""
+    names = {
+        "all": "everything below",
+        "replay": "replay of recorded jobs",
+        "replay_without_shared_processors": "the same, where compute and network share no processors",
+    }
+    least, most = TARGETS["coverage"].value, TARGETS["width"].value
+
+    def row(name: str, found: Result, judged: bool = True) -> tuple[str, ...]:
+        inside, width = found["coverage"], found["mean_width"]
+        reached = "reached" if least <= inside <= 0.95 else "missed"
+        verdicts = (reached, "reached" if width <= most else "missed") if judged else ("", "")
+        alone = f"{percent(found['prior_coverage'])}, {percent(found['prior_mean_width'])}"
+        figures = (percent(inside), verdicts[0], percent(width), verdicts[1], alone)
+        return (name, str(found["measurements"]), *figures)
+
+    rows = [row(words, result["summary"][key]) for key, words in names.items()]
+    rows += [row(f"{each['setting']}: {each['kind']}", each, judged=False) for each in result["rows"]]
+    heads = ("predictions", "number", "inside", "target", "mean width", "target", "by the prior alone")
+    return table(heads, rows)
 
 
 def gpu_replay_accuracy(result: Result) -> Lines:

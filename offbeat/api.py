@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
+from offbeat.cost.outcomes import expectation_of
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.model import Way
@@ -138,6 +139,10 @@ def distribute(
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1:
         _tune(runtime, graph, cluster, allow)
+    elif world.rank == 0 and (expected := expectation_of(chosen, world.size)) is not None:
+        from offbeat.online.expected import Watch
+
+        Watch(runtime, expected)
     return model, optimizer
 
 

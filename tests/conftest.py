@@ -16,6 +16,8 @@ from offbeat.emulate import Emulation
 # would spend more time waiting for each other than computing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests neither learn from what this machine's user has run nor add to it; neither do the jobs they start.
+os.environ["OFFBEAT_HISTORY"] = os.devnull
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that starts a job in the background makes it, and all that it starts, deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,10 +10,11 @@ from offbeat import units
 from offbeat.cli.app import Cluster, Json, Model, Scale, app
 from offbeat.cli.catalogue import load_cluster
 from offbeat.cli.planning import capture_model
-from offbeat.cli.show import print_facts, print_json, print_rows, progress
+from offbeat.cli.show import print_facts, print_json, print_rows, progress, with_intervals
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
+    from offbeat.cost.interval import Trust
     from offbeat.search.frontier.find import ModelFrontier
     from offbeat.search.frontier.model import FrontierPoint
 
@@ -48,18 +49,23 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
     limit = memory if memory is not None else min(node.memory for node in spec.nodes)
     units.parse_bytes(limit, "--memory")
     graph = capture_model(model, scale)
+    from offbeat.cost.interval import UNMEASURED, Trust
     from offbeat.search.frontier.find import find_frontier, profile_devices
 
+    trust = Trust.here(spec.device_of(0).device)
     if profile is not None:
         with progress("tracking a frontier for each number of devices"):
             options: Any = {"engines": engine or None, "margin": margin, "price_per_device_hour": price}
             rows = profile_devices(graph, spec, counts, limit, **options)
-        shown = []
+        shown: list[dict[str, Any]] = []
         for row in rows:
-            facts = _facts(row.point) if row.point else {}
-            best = {name: facts.get(name) for name in ("time_seconds", "memory_bytes", "engine")}
-            shown.append({"devices": row.devices, **best, "dollars_per_step": row.dollars_per_step})
-        print_rows(shown, as_json)
+            used = round(row.point.memory_bytes) if row.point else None
+            best = {"devices": row.devices, **_time(trust, row.point), "memory_bytes": used}
+            best["engine"] = row.point.name if row.point else None
+            shown.append(best | {"dollars_per_step": row.dollars_per_step})
+        print_rows(shown if as_json else list(map(with_intervals, shown)), as_json)
+        if not as_json:
+            print(UNMEASURED)
         return
     with progress("tracking the frontier"):
         chosen: Any = engine or None
@@ -68,14 +74,18 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
         with progress("drawing"):
             found.plot(plot)
     if mini_time or mini_parallelism:
-        _one(found, mini_parallelism, limit, output, as_json)
+        _one(found, trust, mini_parallelism, limit, output, as_json)
         return
     if output is not None:
         found.save(output)
-    _all(found, as_json)
+    _all(found, trust, as_json)
 
 
-def _one(found: "ModelFrontier", fewest: bool, limit: str | int, output: Path | None, as_json: bool) -> None:
+def _one(
+    found: "ModelFrontier", trust: "Trust", fewest: bool, limit: str | int, output: Path | None, as_json: bool
+) -> None:
+    from offbeat.cost.interval import UNMEASURED
+
     devices = found.devices
     if fewest:
         with progress("searching for the fewest devices"):
@@ -85,28 +95,39 @@ def _one(found: "ModelFrontier", fewest: bool, limit: str | int, output: Path | 
         point = found.point_within(limit)
     if output is not None and point.strategy is not None:
         point.strategy.save(output)
-    print_facts({**found.about, "devices": devices, **_facts(point)}, as_json)
+    facts = {**found.about, "devices": devices, **_facts(trust, point), "note": UNMEASURED}
+    print_facts(facts if as_json else with_intervals(facts), as_json)
 
 
-def _all(found: "ModelFrontier", as_json: bool) -> None:
+def _all(found: "ModelFrontier", trust: "Trust", as_json: bool) -> None:
+    from offbeat.cost.interval import UNMEASURED
+
     turning = found.turning_point
-    rows = [{**_facts(point), "turning_point": point is turning} for point in found.points]
+    rows = [{**_facts(trust, point), "turning_point": point is turning} for point in found.points]
+    notes = [*dict.fromkeys(found.notes), UNMEASURED]
     if as_json:
-        print_json({**found.about, "points": rows, "notes": list(found.notes)})
+        print_json({**found.about, "points": rows, "notes": notes})
         return
     step = max(1, math.ceil(len(rows) / _SHOWN))
     shown = [row for index, row in enumerate(rows) if index % step == 0 or row["turning_point"] or row is rows[-1]]
     print_facts(found.about)
     print()
-    print_rows(shown, as_json=False)
-    for note in dict.fromkeys(found.notes):
-        print(note)
+    print_rows(list(map(with_intervals, shown)), as_json=False)
+    print("\n".join(notes))
 
 
-def _facts(point: "FrontierPoint") -> dict[str, Any]:
+def _time(trust: "Trust", point: "FrontierPoint | None") -> dict[str, float | None]:
+    """The predicted step and its interval."""
+    if point is None:
+        return dict.fromkeys(("time_seconds", "time_low_seconds", "time_high_seconds"))
+    made = trust.interval(point.time_seconds, "model")
+    return {"time_seconds": made.seconds, **made.fields("time")}
+
+
+def _facts(trust: "Trust", point: "FrontierPoint") -> dict[str, Any]:
     return {
         "memory_bytes": round(point.memory_bytes),
-        "time_seconds": point.time_seconds,
+        **_time(trust, point),
         "compute_seconds": point.compute_seconds,
         "network_seconds": point.network_seconds,
         "engine": point.name,

@@ -22,7 +22,7 @@ from offbeat.cli.app import (
     complete_strategy,
 )
 from offbeat.cli.catalogue import builder_words, load_cluster
-from offbeat.cli.show import print_facts, print_json, progress
+from offbeat.cli.show import print_facts, print_json, progress, with_intervals
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
@@ -61,11 +61,15 @@ def plan(
             from offbeat.simulate import simulate
 
             timeline = simulate(lowered)
-        predicted["predicted_step_seconds"] = timeline.iteration_time
+        from offbeat.cost.interval import UNMEASURED, Trust
+
+        made = Trust.here(spec.device_of(0).device).interval(timeline.iteration_time, "model")
+        predicted |= {"predicted_step_seconds": made.seconds, **made.fields("predicted_step"), "note": UNMEASURED}
         predicted["predicted_peak_memory_bytes"] = max(timeline.peak_memory)
     if output is not None:
         chosen.save(output)
-    print_facts(predicted | summarise(lowered), as_json, parameters="{:,}".format)
+    facts = predicted | summarise(lowered)
+    print_facts(facts if as_json else with_intervals(facts), as_json, parameters="{:,}".format)
 
 
 @app.command(epilog="Example: offbeat explain strategy.json --model resnet50 --cluster B7")

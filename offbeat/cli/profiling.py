@@ -8,7 +8,16 @@ from typer import Option
 
 from offbeat import units
 from offbeat.cli.app import SCRIPT_SETTINGS, Json, Ranks, Script, Timeout, Trace, app
-from offbeat.cli.show import exit_if_failed, print_facts, print_json, progress, require_folder, say, stdout_to_stderr
+from offbeat.cli.show import (
+    exit_if_failed,
+    print_facts,
+    print_json,
+    progress,
+    require_folder,
+    say,
+    stdout_to_stderr,
+    with_intervals,
+)
 from offbeat.errors import OffbeatError
 
 
@@ -70,6 +79,7 @@ def replay(
     changes = [parse_what_if(text) for text in what_if or ()]
     with progress("reading the traces"):
         from offbeat.profile.source import load_recording
+        from offbeat.profile.whatif import kind_of, trust_in
         from offbeat.profile.whatif import what_if as predict
 
         recorded = load_recording(trace)
@@ -82,6 +92,10 @@ def replay(
         # Predictions are relative to the step that was measured, as on the pages.
         scale = measured_seconds / same.iteration_time
         predicted = diagnose(result.scaled(scale)) if changes else None
+        trust = trust_in(recorded)
+        replayed = trust.interval(same.iteration_time, "same")
+        if measured.marks.size and measured.source != "predicted":
+            trust.remember("same", same.iteration_time, measured_seconds)
     if output is not None:
         result.save(output)
     facts: dict[str, Any] = {
@@ -89,19 +103,25 @@ def replay(
         "ranks": len(measured.ranks),
         "measured_step_seconds": measured_seconds,
         "replayed_step_seconds": same.iteration_time,
+        **replayed.fields("replayed_step"),
         "replay_error": same.iteration_time / measured_seconds - 1,
     }
+    doubt = ""
     if changes:
+        promised = trust.interval(scale * result.iteration_time, kind_of(changes))
+        doubt = promised.doubt(measured_seconds)
         facts |= {
             "what_if": words,
-            "predicted_step_seconds": scale * result.iteration_time,
+            "predicted_step_seconds": promised.seconds,
+            **promised.fields("predicted_step"),
             "speedup": same.iteration_time / result.iteration_time,
+            "gain_inside_interval": promised.may_gain_nothing(measured_seconds),
         }
     if as_json:
         content = facts | {"notes": list(measured.notes), "diagnosis": diagnosis.to_dict()}
         print_json(content | ({"predicted_diagnosis": predicted.to_dict()} if predicted else {}))
         return
-    print_facts(facts, replay_error="{:+.1%}".format, speedup="{:.2f}×".format)
+    print_facts(with_intervals(facts), replay_error="{:+.1%}".format, speedup=lambda times: f"{times:.2f}×{doubt}")
     print()
     print((predicted or diagnosis).text())
 

@@ -93,6 +93,8 @@ def optimize(
         code = "" if best.fsdp is None else torch_code(best)
     if output is not None:
         (recipe or best).save(output)
+        if explanation.interval is not None and "trust" in measured:
+            _expect(best, graph, spec.world_size, explanation, measured["trust"])
     if as_json:
         facts = {"output": None if output is None else str(output), "notes": notes} | ({"code": code} if code else {})
         print_json(explanation.to_dict() | facts | ({"recipe": recipe.model_dump()} if recipe else {}))
@@ -159,6 +161,14 @@ def run(
             )
 
 
+def _expect(best: Any, graph: Any, ranks: int, explanation: Any, trust: Any) -> None:
+    """Notes what a saved strategy is predicted to take; a job that runs it adds what it took (`offbeat.online`)."""
+    from offbeat.cost.outcomes import Expectation, job_of, name_of, remember
+
+    predicted = explanation.kind, trust.device, job_of(graph), explanation.step_seconds, trust.noise
+    remember(Expectation(name_of(best), ranks, *predicted))
+
+
 def _measured(
     graph: Any, spec: Any, costs: Any, model: str, scale: float | None, allow: Sequence[str], notes: list[str]
 ) -> tuple[Any, Any]:
@@ -201,7 +211,7 @@ def _job(
     with progress("reading the traces"):
         from offbeat.profile.ddp_trace import load_ddp_profile
         from offbeat.profile.measure import load_profile
-        from offbeat.profile.whatif import plan_known, replay_scale, resized
+        from offbeat.profile.whatif import plan_known, replay_scale, resized, trust_in
 
         profile, named = (load_profile(source), True) if recorded else load_ddp_profile(Path(source), workers, graph)
     spec, costs = load_cluster(cluster) if cluster else profile.cluster, profile.costs
@@ -213,6 +223,9 @@ def _job(
                 f"the job had {before} ranks; the times of collectives of {workers} ranks come from ring formulas"
             )
     measured: dict[str, Any] = {"scale": replay_scale(profile)} if plan_known(profile) else {}
-    if measured and spec is profile.cluster:
+    measured |= {"trust": trust_in(profile), "changed": "link" if cluster else "same"}
+    if spec.world_size != profile.cluster.world_size:
+        measured["changed"] = "ranks"
+    if "scale" in measured and spec is profile.cluster:
         measured["ran"] = profile.strategy, profile.step_seconds
     return profile.graph, spec, costs, named, notes, measured

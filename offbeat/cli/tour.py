@@ -66,14 +66,16 @@ def tour(
             webbrowser.open(page.resolve().as_uri())
         say(f"3 of 4: offbeat optimize {trace} -o {file} (is there a better strategy?)")
         with progress("searching", SEARCH_SECONDS):
-            from offbeat.profile.whatif import replay_scale
+            from offbeat.profile.whatif import replay_scale, trust_in
             from offbeat.search.optimize import search
             from offbeat.strategy import describe
 
             found = search(profile.graph, profile.cluster, costs=profile.costs, time_limit=SEARCH_SECONDS)
             found.strategy.save(file)
-            predicted = replay_scale(profile) * found.seconds
-        say(f"predicted: {format_seconds(predicted)} instead of {format_seconds(profile.step_seconds)} per step")
+            interval = trust_in(profile).interval(replay_scale(profile) * found.seconds, "strategy")
+            predicted = interval.seconds
+        doubt = interval.doubt(profile.step_seconds)
+        say(f"predicted: {interval} instead of {format_seconds(profile.step_seconds)} per step{doubt}")
         for clause in describe(found.strategy):
             say(f"- {clause}")
         say(f'4 of 4: train with DDP and with distribute(model, optimizer, strategy="{file}") in turn')

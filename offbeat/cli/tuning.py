@@ -159,6 +159,8 @@ def _show(state: "Progress") -> None:
     if trial.status == "stopped":
         took += " (stopped)"
     expected = "" if trial.predicted_seconds is None else f", {units.format_seconds(trial.predicted_seconds)} predicted"
+    if state.interval is not None:
+        expected += f" {state.interval.bounds}"
     fastest = "none yet" if best is None or best.seconds is None else units.format_seconds(best.seconds)
     hits = "" if math.isnan(state.hit_rate) else f", hit rate {state.hit_rate:.0%}"
     left = units.format_seconds(round(state.seconds_left)) if state.seconds_left >= 1 else "0 s"

@@ -97,6 +97,7 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     """The answer of the search process: the profile's graph, costs and notes, and candidates, fastest first."""
     from offbeat.graph import ModelGraph
     from offbeat.profile.measure import profile_in_place
+    from offbeat.profile.whatif import trust_in
     from offbeat.search.optimize import candidates
 
     recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
@@ -106,12 +107,17 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     costs = replace(profile.costs, encoding_seconds_per_byte=request["encoding"])
     job = (profile.graph, profile.cluster, costs, profile.strategy)
     found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds, allow=request["allow"])
+    trust = trust_in(profile)
     return {
         "graph": profile.graph.to_json().decode(),
         "costs": costs.to_dict(),
         "notes": list(profile.timeline.notes),
         "candidates": [
             {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}
+            | {
+                "bounds": trust.interval(each.seconds, "trial").fields(),
+                "trust": [trust.device, trust.job, trust.noise],
+            }
             for each in found
         ],
     }

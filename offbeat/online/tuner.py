@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import Interval, Trust
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
 from offbeat.online.searcher import Searcher, SearchFailed
@@ -72,7 +73,8 @@ class Runner:
     name: str
     plan: Plan
     """As it was when it was last in force: its order may have been rebuilt."""
-    predicted_seconds: float = 0.0
+    candidate: dict[str, Any] = field(default_factory=dict)
+    """What the search says of it; nothing of the plan in force."""
     heats: list[float] = field(default_factory=list)
     """Seconds of a step, by block."""
 
@@ -181,7 +183,7 @@ class Tuner:
         """Runs the chosen plans against the present one, and goes on with the fastest if it proves to be faster."""
         recorded = ModelGraph.from_json(graph)
         present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
-        others = [Runner(each["name"], self._lowered(recorded, each), each["seconds"]) for each in chosen]
+        others = [Runner(each["name"], self._lowered(recorded, each), each) for each in chosen]
         spent = yield from self._heats(present, others)
         ranked = sorted(range(len(others)), key=lambda place: others[place].heat)
         finalists = [(place, others[place].heat <= present.heat * (1 + BEHIND)) for place in ranked]
@@ -236,13 +238,18 @@ class Tuner:
 
     def _tell_of(self, runner: Runner, verdict: Verdict, kept: bool) -> None:
         does = "keeps" if kept else "drops"
+        predicted = Interval(runner.candidate["seconds"], *runner.candidate["bounds"].values())
+        after = median(verdict.new)
+        if self.rank == 0:
+            Trust(*runner.candidate["trust"]).remember("trial", predicted.seconds, after)
         self._tell(
-            f"{does} '{runner.name}': a step takes {verdict} ({runner.predicted_seconds * 1e3:.1f} ms predicted)",
+            f"{does} '{runner.name}': a step takes {verdict}; predicted: {predicted}",
             strategy=runner.name,
             kept=kept,
-            predicted_seconds=runner.predicted_seconds,
+            predicted_seconds=predicted.seconds,
+            **predicted.fields("predicted"),
             seconds_before=median(verdict.old),
-            seconds_after=median(verdict.new),
+            seconds_after=after,
         )
 
     def _block(self) -> Generator[None, None, float]:

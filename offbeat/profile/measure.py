@@ -23,6 +23,7 @@ import numpy as np
 
 from offbeat import files
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import scatter
 from offbeat.cost.measured import SERVED, CollectiveFit, Costs, in_a_row
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
@@ -70,6 +71,8 @@ class Profile:
     """The plan in force while an Offbeat job was recorded."""
     host_late: float = 0.0
     """Share of a step in which the GPU waits for the host to launch its next work."""
+    fit_error: float = 0.0
+    """How far the collectives of single steps scatter around their fit, as a share of the step."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -157,9 +160,10 @@ def make_profile(
             f"or fewer and larger operations would help there, a faster network would not"
         )
     per_call, per_byte = update_costs(steady, graph)
+    fits, fit_error = _fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight)
     costs = replace(
         costs,
-        collectives=_fit_collectives(steady, costs, (strategy.schedule if strategy else Schedule()).in_flight),
+        collectives=fits,
         interference=interference,
         gap_seconds=gap_seconds(steady),
         compute_scale=compute_scale(steady),
@@ -169,8 +173,11 @@ def make_profile(
     world = steady[0].world
     if world > 1 and not any(step.communication for trace in steady for step in trace.steps):
         said.append(f"{world} ranks, but no communication was seen in their traces")
+    timeline = to_timeline(steady, said)
+    if fit_error:
+        fit_error *= min(1.0, _busy_seconds(timeline, max) / timeline.iteration_time)
     profile = Profile(
-        timeline=to_timeline(steady, said),
+        timeline=timeline,
         graph=graph,
         cluster=cluster or _cluster(steady, costs, said),
         strategy=strategy or _bucket_strategy(steady, graph),
@@ -179,6 +186,7 @@ def make_profile(
         synchronisations=synchronisations,
         recorded=recorded,
         host_late=late,
+        fit_error=fit_error,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
     served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)
@@ -209,20 +217,24 @@ def _of_one_plan(traces: list[RankTrace], notes: list[str]) -> tuple[list[RankTr
     return of_plan, of_all_ranks([trace.steps[0].plan for trace in of_plan if trace.steps[0].plan is not None])
 
 
-def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> dict[tuple[str, int], CollectiveFit]:
-    """The calibrated fits, each scaled so that the job's own collectives take as long in total as they did.
+def _fit_collectives(
+    traces: list[RankTrace], costs: Costs, in_flight: int
+) -> tuple[dict[tuple[str, int], CollectiveFit], float]:
+    """The calibrated fits, each scaled so that the job's own collectives take as long in total as they did, and how far
+    single steps scatter around that (the worst of the fits).
 
     While several share the link, only the time for which it is busy can be measured.
     """
-    fits = dict(costs.collectives)
+    fits, error = dict(costs.collectives), 0.0
     for (kind, participants), steps in _link_seconds(traces).items():
         known = fits.get((kind, participants))
         if costs.straight and kind in SERVED:
             # How they share links depends on their roots: `_with_own_servers`.
             continue
         if known is None:
-            per_byte = median(sum(s for _, s, _ in rows) / max(1, sum(size for size, _, _ in rows)) for rows in steps)
-            fits[kind, participants] = CollectiveFit(0.0, 0.0, per_byte)
+            each = [sum(s for _, s, _ in rows) / max(1, sum(size for size, _, _ in rows)) for rows in steps]
+            fits[kind, participants] = CollectiveFit(0.0, 0.0, median(each))
+            error = max(error, scatter(each))
             continue
         factors = []
         for rows in steps:
@@ -232,7 +244,8 @@ def _fit_collectives(traces: list[RankTrace], costs: Costs, in_flight: int) -> d
             factors.append(sum(spent for _, spent, _ in rows) / expected if expected else 1.0)
         factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
         fits[kind, participants] = known.scaled(factor, factor)
-    return fits
+        error = max(error, scatter(factors))
+    return fits, error
 
 
 def _with_own_servers(profile: Profile) -> Profile:

@@ -16,7 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import Trust, error_of_median, hardest
 from offbeat.cost.measured import SERVED, CollectiveFit, Costs
+from offbeat.cost.outcomes import Kind as OutcomeKind
+from offbeat.cost.outcomes import job_of
 from offbeat.cost.tables import latency_steps
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
@@ -53,6 +56,8 @@ _WORDS |= {
     "compute": "{0.factor:g}x as fast computing",
 }
 MOST_WORKERS = 100_000
+_OUTCOMES: dict[str, OutcomeKind] = {"workers": "ranks", "strategy": "strategy", "wire": "strategy"}
+"""Of the changes that are no other links or devices."""
 _MESSAGE = re.compile(r"(?:update )?m(\d+)(?:\.(\w+\[.*\]))?")
 
 
@@ -140,6 +145,20 @@ def replay_scale(recording: Profile | Timeline) -> float:
         return 1.0
     replayed = what_if(recording, ())[0].iteration_time
     return timeline.iteration_time / replayed if replayed else 1.0
+
+
+def trust_in(recording: Profile | Timeline) -> Trust:
+    """How far predictions from a recording can be trusted: by the scatter of its steps and collectives, and by what
+    earlier predictions turned out to be."""
+    if isinstance(recording, Timeline):
+        return Trust.here("", noise=error_of_median(recording.step_seconds.tolist()))
+    noise = math.hypot(error_of_median(recording.timeline.step_seconds.tolist()), recording.fit_error)
+    return Trust.here(recording.cluster.device_of(0).device, job_of(recording.graph), noise)
+
+
+def kind_of(changes: Iterable[Change]) -> OutcomeKind:
+    """What kind of prediction these changes make."""
+    return hardest(*(_OUTCOMES.get(change.kind, "link") for change in changes))
 
 
 def plan_known(profile: Profile) -> bool:

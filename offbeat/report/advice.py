@@ -5,13 +5,15 @@ span on other links and devices; of long ones, only the last steps.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from offbeat.cost.interval import Interval, Trust, kind_of_strategy
+from offbeat.cost.outcomes import Kind
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
-from offbeat.profile.whatif import changed, plan_known, replay_scale, what_if
+from offbeat.profile.whatif import changed, plan_known, replay_scale, trust_in, what_if
 from offbeat.report.steps import TimelineSteps
 from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
@@ -45,9 +47,18 @@ class Advice:
 
     label: str
     about: str
-    seconds: float
+    interval: Interval
     free: bool = False
     """Whether it needs no other hardware and rounds no gradients: another strategy."""
+
+    @property
+    def seconds(self) -> float:
+        return self.interval.seconds
+
+    def to_dict(self, base_seconds: float) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        plain = {"label": self.label, "about": self.about, "seconds": self.seconds, "free": self.free}
+        return plain | self.interval.shown(base_seconds) | {"speedup": self.speedup(base_seconds)}
 
     def speedup(self, base_seconds: float) -> float:
         """1.25: the recorded step is 1.25 times as long."""
@@ -73,7 +84,7 @@ class WhatIfs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        rows = [asdict(row) | {"speedup": row.speedup(self.base_seconds)} for row in self.rows]
+        rows = [row.to_dict(self.base_seconds) for row in self.rows]
         return {"base_seconds": self.base_seconds, "rows": rows, "notes": list(self.notes)}
 
 
@@ -98,11 +109,13 @@ def _of_plan(profile: Profile) -> WhatIfs:
     if slower:
         about = "all ranks compute as fast as the median"
         tried.append((f"No straggler ({name_ranks(slower)})", about, partial(_without_stragglers, profile)))
-    rows, notes = _predicted(tried, scale)
+    trust = trust_in(profile)
+    rows, notes = _predicted(tried, scale, trust)
     found = list(_strategies(profile, notes)) if profile.cluster.world_size > 1 else []
-    rows += [
-        Advice(f"Another strategy ({each.name})", "found by search", scale * each.seconds, free=True) for each in found
-    ]
+    for each in found:
+        kind = kind_of_strategy(each.strategy, profile.graph, profile.strategy)
+        interval = trust.interval(scale * each.seconds, kind)
+        rows.append(Advice(f"Another strategy ({each.name})", "found by search", interval, free=True))
     rows.sort(key=lambda row: row.seconds)
     return WhatIfs(profile.step_seconds, tuple(rows), found[0] if found else None, tuple(notes))
 
@@ -121,7 +134,7 @@ def _of_trace(timeline: Timeline, diagnosis: Diagnosis) -> WhatIfs:
         change = f"straggler={straggler.rank}:{(own - straggler.seconds) / own:.6g}x"
         label = f"No straggler ({name_ranks([straggler.rank])})"
         tried.append((label, "computing as fast as the median of the others", partial(_step, part, change)))
-    rows, notes = _predicted(tried, replay_scale(part) * timeline.iteration_time / part.iteration_time)
+    rows, notes = _predicted(tried, replay_scale(part) * timeline.iteration_time / part.iteration_time, trust_in(part))
     rows.sort(key=lambda row: row.seconds)
     kept = part.marks.shape[1] - 1
     if kept < len(steps):
@@ -157,11 +170,12 @@ def _strategies(profile: Profile, notes: list[str]) -> Iterator[Candidate]:
         seen |= traits
 
 
-def _predicted(tried: list[tuple[str, str, Predict]], scale: float) -> tuple[list[Advice], list[str]]:
+def _predicted(tried: list[tuple[str, str, Predict]], scale: float, trust: Trust) -> tuple[list[Advice], list[str]]:
     rows, notes = [], []
     for label, about, predict in tried:
+        kind: Kind = "strategy" if about.startswith("wire") else "link"
         try:
-            rows.append(Advice(label, about, scale * predict()))
+            rows.append(Advice(label, about, trust.interval(scale * predict(), kind)))
         except OffbeatError as error:
             notes.append(f"{label}: could not be replayed: {error}")
     return rows, notes

@@ -4,9 +4,10 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from offbeat.cost.interval import Interval
 from offbeat.errors import OffbeatError
 from offbeat.profile.measure import Profile
-from offbeat.profile.whatif import plan_known, replay_scale, what_if
+from offbeat.profile.whatif import plan_known, replay_scale, trust_in, what_if
 from offbeat.report.advice import WhatIfs, what_would_help
 from offbeat.report.steps import PARTS, TimelineSteps, parts_of, with_marks
 from offbeat.search.explain import Explanation, explain
@@ -26,6 +27,8 @@ class Comparison:
     """The replay of the recorded job compared with the measurement."""
 
     predicted: Timeline
+    interval: Interval
+    """Of the predicted step."""
     measured_step_seconds: float
     predicted_step_seconds: float
     measured_parts: dict[str, float]
@@ -44,8 +47,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "predicted"}
-        return plain | {"error": self.error}
+        drawn = ("predicted", "interval")
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in drawn}
+        return plain | self.interval.fields("predicted_step") | {"error": self.error}
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class Report:
         words = best.label[0].lower() + best.label[1:]
         helps = "Most effective free change" if best.free else "Most effective change"
         faster = format_speedup(self.step_seconds, best.seconds)
-        return f"{text}. {helps}: {words}, predicted {faster} ({format_seconds(best.seconds)} per step)."
+        step = f"{format_seconds(best.seconds)} per step {best.interval.bounds}{best.interval.doubt(self.step_seconds)}"
+        return f"{text}. {helps}: {words}, predicted {faster}: {step}."
 
     def to_dict(self) -> dict[str, Any]:
         """Every number of the page, ready for JSON."""
@@ -245,6 +250,7 @@ def _comparison(
         return None
     return Comparison(
         predicted=predicted,
+        interval=trust_in(profile or timeline).interval(predicted.iteration_time, "same"),
         measured_step_seconds=timeline.iteration_time,
         predicted_step_seconds=predicted.iteration_time,
         measured_parts=parts_of(diagnosis),
@@ -258,7 +264,7 @@ def _explained(
     """Explains the strategy that ran and the given or best one; also returns notes on what could not be explained."""
     if profile is None or not plan_known(profile) or profile.cluster.world_size == 1:
         return (), []
-    asked, scale = [profile.strategy], replay_scale(profile)
+    asked, scale, trust = [profile.strategy], replay_scale(profile), trust_in(profile)
     if strategy is not None:
         asked.append(strategy.model_copy(update={"graph": "", "cluster": ""}))
     elif helped is not None and helped.best is not None:
@@ -267,7 +273,8 @@ def _explained(
     for each in asked:
         try:
             ran = profile.strategy, profile.step_seconds
-            found.append(explain(each, profile.graph, profile.cluster, profile.costs, ran=ran, scale=scale))
+            job = profile.graph, profile.cluster, profile.costs
+            found.append(explain(each, *job, ran=ran, scale=scale, trust=trust))
         except OffbeatError as error:
             notes.append(f"strategy {each.name!r} is not explained: {error}")
     return tuple(found), notes

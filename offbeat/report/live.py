@@ -20,6 +20,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.cluster.devices import find_device
 from offbeat.cost.measured import Costs
 from offbeat.cost.memory import MemoryEstimate, peak_memory
+from offbeat.cost.outcomes import Kind
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
@@ -30,8 +31,10 @@ from offbeat.profile.whatif import (
     WIRES,
     Change,
     changed,
+    kind_of,
     plan_known,
     resized,
+    trust_in,
     what_if,
     with_tensor_names,
     with_workers,
@@ -118,6 +121,7 @@ class Session:
         self.timeline = _last_steps(with_marks(whole))
         self.notes = tuple(dict.fromkeys(self.timeline.notes))
         self.world = self.profile.cluster.world_size if self.profile else len(self.timeline.ranks)
+        self.trust = trust_in(recorded)
         self._found: list[tuple[Strategy, int]] = []
         """The strategy that each search has found, and for how many workers."""
         self._last_search: dict[str, Any] | None = None
@@ -184,6 +188,7 @@ class Session:
             "words": self._words(state),
             "measured": recorded is not None,
             "step_seconds": seconds,
+            **self._interval(seconds, state, measured=recorded is not None),
             "base_seconds": self.base_seconds,
             "speedup": self.base_seconds / seconds if seconds else 1.0,
             "mean": parts_of(diagnosis),
@@ -229,7 +234,8 @@ class Session:
             seconds = self.scale * step_seconds(*self._plan(state))
         else:
             seconds = self._timeline(state).iteration_time
-        return {"strategy": state.strategy, "step_seconds": seconds}
+        measured = not state.changes() and self.measured_seconds is not None
+        return {"strategy": state.strategy, "step_seconds": seconds, **self._interval(seconds, state, measured)}
 
     def search(self, state: State) -> dict[str, Any]:
         """Searches for the best strategy on these links, devices and workers; it is 'optimised' from then on."""
@@ -240,7 +246,9 @@ class Session:
         plan, costs = self._plan(here)
         best = search(plan.graph, plan.cluster, costs=costs, time_limit=SEARCH_SECONDS)
         self._found.append((best.strategy, plan.cluster.world_size))
-        self._last_search = {"step_seconds": self.scale * best.seconds, "for": self._words(here)}
+        seconds = self.scale * best.seconds
+        interval = self._interval(seconds, here.model_copy(update={"strategy": OPTIMISED}), measured=False)
+        self._last_search = {"step_seconds": seconds, **interval, "for": self._words(here)}
         return self._last_search
 
     def strategy(self, state: State) -> dict[str, Any]:
@@ -266,6 +274,14 @@ class Session:
             if state.differs(field):
                 raise OffbeatError(f"{field}: the recording does not tell the job's plan; choose a strategy too")
         return state
+
+    def _interval(self, seconds: float, state: State, measured: bool) -> dict[str, Any]:
+        """The bounds of a predicted step."""
+        if measured:
+            return {}
+        kind: Kind = "model" if self.captured else kind_of(state.changes())
+        interval = self.trust.interval(seconds, kind)
+        return interval.fields() | {"bounds": interval.bounds} if self.captured else interval.shown(self.base_seconds)
 
     def _words(self, state: State) -> str:
         return ", ".join(map(str, state.changes())) or f"as {'captured' if self.captured else 'recorded'}"

@@ -7,7 +7,6 @@ and in base64; the scripts only ever set them as text.
 
 import base64
 import hashlib
-from dataclasses import asdict
 from functools import cache
 from importlib.resources import files as resources
 from os import PathLike
@@ -105,7 +104,7 @@ def _numbers(report: Report) -> dict[str, Any]:
         "step_parts": list(report.step_parts) or None,
         "ranks": rank_rows(report.diagnosis.ranks),
         "base_seconds": what_ifs.base_seconds if what_ifs else 0.0,
-        "what_ifs": [asdict(row) for row in what_ifs.rows] if what_ifs else [],
+        "what_ifs": what_ifs.to_dict()["rows"] if what_ifs else [],
     }
 
 

@@ -30,6 +30,9 @@ class Decision:
     """Name of the tried strategy; empty if none was."""
     kept: bool = False
     predicted_seconds: float | None = None
+    predicted_low_seconds: float | None = None
+    predicted_high_seconds: float | None = None
+    """Between which 9 of 10 such predictions turn out to be."""
     seconds_before: float | None = None
     seconds_after: float | None = None
 

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import GAIN_INSIDE, UNMEASURED, Interval, Trust, hardest, kind_of_strategy
 from offbeat.cost.measured import Costs, network_seconds, variable_updates
+from offbeat.cost.outcomes import Kind
 from offbeat.graph import ModelGraph
 from offbeat.plan import Plan, lower
 from offbeat.search.arrange import arranged, rescheduled
@@ -46,6 +48,8 @@ class Explanation:
 
     strategy: str
     step_seconds: float
+    interval: Interval | None
+    """Of the step, where it is predicted."""
     ddp_seconds: float
     next_builder: str
     next_builder_seconds: float
@@ -56,6 +60,10 @@ class Explanation:
     """Whether `step_seconds` was measured, because this strategy ran."""
     recorded: bool
     """Whether times are relative to a step that was measured."""
+    kind: Kind
+    """What kind of prediction it is."""
+    gain_inside_interval: bool
+    """Whether the gain over what ran, or else over DDP, is smaller than the prediction's error may be."""
     decisions: tuple[Decision, ...]
     """Most valuable first."""
 
@@ -77,7 +85,9 @@ class Explanation:
         """All values, for JSON."""
         # Of a recorded job there is one bound, the measured one, which the diagnosis has.
         derived = ("speedup_over_ddp", "speedup_over_next", *(() if self.recorded else ("bound_seconds",)))
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        bounds = {} if self.interval is None else self.interval.fields("step")
+        plain = {name: value for name, value in asdict(self).items() if name != "interval"}
+        return plain | bounds | {name: getattr(self, name) for name in derived}
 
     def text(self) -> str:
         """A few readable sentences."""
@@ -91,8 +101,11 @@ class Explanation:
         ]
         lines = [
             f"A step of {self.strategy!r} is {'measured at' if self.measured else 'predicted to take'} "
-            f"{format_seconds(self.step_seconds)}: {', '.join(compared)}."
+            f"{self.interval or format_seconds(self.step_seconds)}: {', '.join(compared)}"
+            f"{GAIN_INSIDE if self.gain_inside_interval else ''}."
         ]
+        if self.kind == "model":
+            lines.append(UNMEASURED)
         # Of a recorded job, the bound that was measured is shown elsewhere.
         if not self.recorded:
             busy = format_seconds(self.bound_seconds)
@@ -112,11 +125,14 @@ def explain(
     *,
     ran: tuple[Strategy, float] | None = None,
     scale: float = 1.0,
+    trust: Trust | None = None,
+    changed: Kind = "same",
 ) -> Explanation:
     """Replays the strategy, the builders, and the strategy with one decision undone at a time.
 
     `ran` is the strategy of a recorded job and its measured step; `scale` is that step over its replay, with which
-    every predicted time is multiplied.
+    every predicted time is multiplied. `trust` is what the recording says about predictions, `changed` what differs
+    from it beside the strategy; without `trust` nothing was measured.
     """
     costs = costs or Costs()
 
@@ -130,11 +146,16 @@ def explain(
     if ran is not None and ran[0].name == "ddp":
         others["ddp"] = ran[1]
     nearest = min((name for name in others if name != strategy.name), key=lambda name: others[name])
-    undone = [(name, what, predicted(changed)) for name, what, changed in _undone(strategy, plan, costs)]
+    undone = [(name, what, predicted(other)) for name, what, other in _undone(strategy, plan, costs)]
+    kind = hardest(changed, kind_of_strategy(strategy, graph, ran and ran[0])) if trust else "model"
+    trust = trust or Trust.here(cluster.device_of(cluster.workers[0]).device)
+    interval = None if measured else trust.interval(seconds, kind)
+    before = others["ddp"] if ran is None else ran[1]
     decisions = [Decision(name, what, without, without - seconds) for name, what, without in undone]
     return Explanation(
         strategy=strategy.name,
         step_seconds=seconds,
+        interval=interval,
         ddp_seconds=others["ddp"],
         next_builder=nearest,
         next_builder_seconds=others[nearest],
@@ -142,6 +163,8 @@ def explain(
         network_seconds=scale * network_seconds(plan, costs),
         measured=measured,
         recorded=ran is not None,
+        kind=kind,
+        gain_inside_interval=interval is not None and kind != "model" and interval.may_gain_nothing(before),
         decisions=tuple(sorted(decisions, key=lambda each: -each.worth_seconds)),
     )
 

@@ -321,8 +321,10 @@ def test_the_address_keeps_the_state(live: Tab, server: LiveServer) -> None:
     live.open(address, "document.querySelector('.ranked-row.chosen')")
     assert live.state() == state
     assert live.text("#step") == step
-    # The chosen row of the ranking has the step and the speed-up of the headline.
-    assert live.text(".ranked-row.chosen .ranked-about") == f"{step} per step"
+    # The chosen row of the ranking has the step, the interval and the speed-up of the headline.
+    bounds = live.text("#bounds").strip()
+    assert "9 of 10" in bounds
+    assert live.text(".ranked-row.chosen .ranked-about") == f"{step} per step {bounds}"
     assert live.text(".ranked-row.chosen .ranked-value") in live.text("#change")
     as_it_was(live)
     assert live.js("return location.href") == server.url

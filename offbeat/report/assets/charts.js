@@ -7,7 +7,7 @@
      rows   [{label, values: {KEY: seconds}, about}]
      limit  rows shown before "show all" (default 16); onPick(row number) makes the labels buttons
    Charts.ranked(container, {rows, base})
-     rows   [{label, seconds, about}], base: seconds that each bar is compared with
+     rows   [{label, seconds, bounds, about}], base: seconds that each bar is compared with
    Charts.steps(container, {seconds, parts, rows, chosen, onPick})
      a column per step: seconds [numbers], rows [{KEY: seconds}] or null, chosen: its number or -1
    Charts.speedup(0.2, 0.1) → "2.00× as fast"; Charts.verdict(0.2, 0.1) → "better", "same" or "worse"
@@ -127,7 +127,7 @@ const Charts = (() => {
       mark.style.left = `${(100 * base) / longest}%`;
       track.append(mark);
       item.append(head, track, element("div", "ranked-about",
-        `${seconds(row.seconds)} per step${row.about ? ` · ${row.about}` : ""}`));
+        `${seconds(row.seconds)} per step${row.bounds ? ` ${row.bounds}` : ""}${row.about ? ` · ${row.about}` : ""}`));
       list.append(item);
     }
     container.append(list);

@@ -202,6 +202,7 @@
     const kind = Charts.verdict(answer.base_seconds, answer.step_seconds);
     at("change").textContent = kind === "same" ? `as ${about.captured ? "captured" : "recorded"}`
       : `predicted ${Charts.speedup(answer.base_seconds, answer.step_seconds)} as ${about.captured ? about.recorded_strategy : "measured"}`;
+    at("bounds").textContent = answer.bounds ? ` ${answer.bounds}` : "";
     at("change").className = kind;
     at("timeline-title").textContent = answer.measured ? "Timeline, as recorded" : "Two steps, replayed";
     const bound = answer.bound;
@@ -245,14 +246,14 @@
   async function rankAll(chosen, signal) {
     const key = JSON.stringify({ ...chosen, strategy: "" });
     if (ranking.key !== key) ranking = { key, rows: new Map(), failed: new Map() };
-    if (!at("error").textContent && shown) ranking.rows.set(chosen.strategy, shown.step_seconds);
+    if (!at("error").textContent && shown) ranking.rows.set(chosen.strategy, shown);
     drawRanking(chosen);
     for (const strategy of about.quick_first) {
       const known = ranking.rows.has(strategy) || ranking.failed.has(strategy);
       if (known || (strategy === "optimised" && !searched)) continue;
       try {
         const answer = await ask("rank", { ...chosen, strategy }, signal);
-        ranking.rows.set(strategy, answer.step_seconds);
+        ranking.rows.set(strategy, answer);
       } catch (error) {
         if (!(error instanceof Refused)) return;
         ranking.failed.set(strategy, error.message);
@@ -268,9 +269,10 @@
   function drawRanking(chosen) {
     const alike = new Map();
     // Strategies whose steps read the same share a row.
-    for (const [strategy, seconds] of [...ranking.rows].sort((left, right) => left[1] - right[1])) {
+    const quickest = [...ranking.rows].sort((left, right) => left[1].step_seconds - right[1].step_seconds);
+    for (const [strategy, { step_seconds: seconds, bounds }] of quickest) {
       const key = Charts.seconds(seconds);
-      if (!alike.has(key)) alike.set(key, { names: [], seconds, about: "" });
+      if (!alike.has(key)) alike.set(key, { names: [], seconds, bounds, about: "" });
       alike.get(key).names.push(strategy);
     }
     const rows = [...alike.values()].map((row) => ({ ...row, label: row.names.map(nameOf).join(", ") }));
@@ -347,7 +349,7 @@
 
   function showFound(found) {
     searched = found;
-    at("found").textContent = found ? `Found for ${found.for}: ${Charts.seconds(found.step_seconds)} per step.` : "";
+    at("found").textContent = found ? `Found for ${found.for}: ${Charts.seconds(found.step_seconds)} per step ${found.bounds}.` : "";
   }
 
   async function onSearch() {
@@ -364,7 +366,7 @@
     at("subtitle").textContent = `${about.world} rank${about.world === 1 ? "" : "s"} · `
       + (about.captured ? `captured, not run: times come from the devices' and the links' figures` : "recorded");
     at("against").textContent = about.measured_seconds
-      ? `measured ${Charts.seconds(about.measured_seconds)}, median; replay of it is off by ${Charts.percent(about.replayed_seconds / about.measured_seconds - 1)}: smaller gains prove nothing`
+      ? `measured ${Charts.seconds(about.measured_seconds)}, median; replay of it is off by ${Charts.percent(about.replayed_seconds / about.measured_seconds - 1)}`
       : `${Charts.seconds(about.base_seconds)} as it was`;
     at("workers").max = String(about.workers.length - 1);
     at("workers").defaultValue = String(about.workers.indexOf(about.world));

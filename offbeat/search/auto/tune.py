@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from offbeat.cluster import ClusterSpec
+from offbeat.cost.interval import Interval, Trust
 from offbeat.cost.measured import Costs
+from offbeat.cost.outcomes import job_of
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.search.auto.guide import Guide, GuideName
@@ -97,6 +99,8 @@ class Progress:
     accuracy: float
     """Share of the pairs of trials that were predicted in the right order; nan without predictions."""
     seconds_left: float
+    interval: Interval | None = None
+    """Around what had been predicted for this trial."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,7 @@ class _Search:
         # A resumed search must not draw the strategies again that it drew before.
         seed = self.options.seed + 1_000_003 * self.tried_before
         self.sampler = Sampler(self.graph, self.cluster, seed, self.options.space)
+        self.trust = Trust.here(self.cluster.device_of(0).device, job_of(self.graph))
         self.began = time.monotonic()
         limit = self.options.time_limit_seconds
         self.ends = math.inf if limit is None else self.began + limit
@@ -316,6 +321,12 @@ class _Search:
         stored = replace(trial, search=self.options.search)
         if self.store is not None:
             self.store.add(self.graph, self.cluster, stored)
+        interval = None
+        # The papers' learned guides rank strategies; their seconds are not meant to be believed.
+        if trial.predicted_seconds and self.uses_neighbours:
+            interval = self.trust.interval(trial.predicted_seconds, "trial")
+            if trial.status == "done" and trial.source == "measured" and trial.seconds:
+                self.trust.remember("trial", trial.predicted_seconds, trial.seconds)
         self.trials.append(stored)
         if self.on_progress is None:
             return
@@ -323,7 +334,7 @@ class _Search:
         left = (now - self.began) / (done - self.tried_before) * (wanted - done)
         left = min(left, max(0.0, self.ends - now))
         accuracy = self.guide.accuracy(self.trials)
-        self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left))
+        self.on_progress(Progress(done, wanted, stored, self.best, self.hit_rate, accuracy, left, interval))
 
     def _stored(self) -> list[Trial]:
         """The trials of the resumed search."""
