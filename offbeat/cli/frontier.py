@@ -60,8 +60,8 @@ def frontier(  # noqa: PLR0917 - Typer makes one option of each
         shown: list[dict[str, Any]] = []
         for row in rows:
             used = round(row.point.memory_bytes) if row.point else None
-            best = {"devices": row.devices, **_time(trust, row.point), "memory_bytes": used}
-            best["engine"] = row.point.name if row.point else None
+            name = row.point.name if row.point else None
+            best = {"devices": row.devices, **_time(trust, row.point), "memory_bytes": used, "engine": name}
             shown.append(best | {"dollars_per_step": row.dollars_per_step})
         print_rows(shown if as_json else list(map(with_intervals, shown)), as_json)
         if not as_json:
