@@ -210,7 +210,7 @@ def test_a_node_that_has_lost_its_launcher_ends_its_ranks(how: str, tmp_path: Pa
 
 def test_every_node_needs_an_address() -> None:
     spec = ClusterSpec(name="c", nodes=(Node(address="a"), Node()))
-    with pytest.raises(OffbeatError, match="address: node 'node1' of cluster 'c' has none"):
+    with pytest.raises(OffbeatError, match="address: node 'node1' of cluster 'c' has no address"):
         remote_nodes(spec, 1, {})
 
 

@@ -124,7 +124,7 @@ def test_schedule(name: str):
         "wfbp": Schedule(mode="barrier"),
         "tictac": Schedule(policy="priority"),
         "byteps": Schedule(policy="priority"),
-        "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20, in_flight=1),
+        "overlap": Schedule(policy="priority", slice_bytes=2 * 2**20),
         "fast_servers": Schedule(policy="priority", slice_bytes=2**19, in_flight=4),
     }
     assert build_strategy(name, MIXED, FOUR).schedule == expected.get(name, Schedule())

@@ -315,7 +315,7 @@ def test_inputs_may_be_positional_or_named_and_a_loss_may_take_the_target():
         ((lambda x: x, torch.empty(1)), "model must be a torch.nn.Module, got function"),
         ((mlp().requires_grad_(False), torch.empty(4, 16)), "no parameter that requires grad"),
         ((mlp(), torch.empty(4, 16), nn.functional.mse_loss), "whose last element is the target, got Tensor"),
-        ((mlp(), torch.empty(4, 16), lambda a, b, c: a), "requires 3 arguments"),
+        ((mlp(), torch.empty(4, 16), lambda a, b, c: a), "not 3 arguments"),
         ((mlp(), torch.empty(4, 16), lambda y: y), r"one element, got a tensor of shape \(4, 8\)"),
         ((mlp(), torch.empty(4, 16), lambda y: y.detach().sum()), "depends on no trainable parameter"),
         ((Returning(lambda y: "nothing"), torch.empty(3, 4)), "holds no floating-point tensor"),

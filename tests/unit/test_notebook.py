@@ -31,7 +31,7 @@ def shown() -> dict[str, Any]:
     [
         ("strategy", "messages needed first by the next forward are sent first"),
         ("timeline", "predicted step"),
-        ("frontier", "collective is in flight"),
+        ("frontier", "turning point"),
         ("handle", "<li>step 40: keeps &lt;pace&gt;</li>"),
     ],
 )
