@@ -138,7 +138,7 @@ def test_real_traces_are_optimized(tmp_path: Path, capsys: pytest.CaptureFixture
     job, found = record_job(tmp_path), tmp_path / "strategy"
     assert main(["optimize", str(job), "-o", str(found), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["step_seconds"] <= shown["next_builder_seconds"]
+    assert shown["step_seconds"] <= shown["next_builder_seconds"] * (1 + 1e-9), "or as long, but for rounding"
     assert any("only a builder is recommended" in note for note in shown["notes"])
     model, _ = build_model()
     chosen = resolve_strategy(str(found), skeleton(model), ClusterSpec.local(2))
