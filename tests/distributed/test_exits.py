@@ -56,7 +56,9 @@ def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str 
     ended = run_job(folder, name, str(steps), ending, inside)
     assert_clean(ended, [CODES[ending]] * 2)
     if ending.startswith("raise"):
-        assert "Planned: the script failed" in ended[1].said
+        # An asynchronous worker may be steps behind: it then finds its server, rank 0, gone before it fails itself.
+        behind = name.startswith("asynchronous") and ending.endswith("_both") and "WorkerLost" in ended[1].said
+        assert "Planned: the script failed" in ended[1].said or behind
         if not ending.endswith("_both"):
             assert_names_the_other(ended[0])
 
