@@ -4,8 +4,8 @@ options to choose from it (section 4.1).
 Operator splits are TensorOpt's own frontier (`_splits`): group operators, enumerate and price configurations, track the
 frontier, keep or re-schedule tensors, make strategies. Replicas, with sharded updates or fully sharded, are what
 `optimize` finds under one memory limit after another (`_replicas`), so that `distribute(memory_limit=…)` takes the same
-points. Beside them, splits get a better estimate of memory (`offbeat.search.frontier.rehearse`); alone they have FT's own
-sums, as in the paper. The graph's batch is the whole batch of all devices, of which a replica computes its share.
+points. Beside them, splits get a better estimate of memory (`offbeat.search.frontier.rehearse`); alone they have FT's
+own sums, as in the paper. The graph's batch is the whole batch of all devices, of which a replica computes its share.
 
 - mini-time: `ModelFrontier.min_time(memory=…)`
 - mini-parallelism: `ModelFrontier.min_devices(memory=…)`
