@@ -18,6 +18,8 @@ from offbeat.strategy import Shard
 
 Ranges = list[tuple[int, int]]
 """(start, stop) of some slices."""
+Slice = tuple[int, int]
+"""The message that is cut, and where the slice starts."""
 _SLICED = ("all_reduce", "parameter_server", "sharded", "summation_server")
 
 
@@ -137,6 +139,11 @@ def priority_order(
     return order
 
 
+def gradient_slices(plan: Plan) -> dict[Slice, int]:
+    """Bytes of each slice of the gradients, the same on every rank."""
+    return {(task.message, task.start): task.wire_bytes for task in plan.communication if task.lane == "up"}
+
+
 def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float], use_order: Mapping[str, int]) -> Plan:
     """The plan with its gradients in the order that suits measured times.
 
@@ -147,7 +154,7 @@ def retimed(plan: Plan, ready: Sequence[float], seconds: Callable[[int], float],
     All slices of the plan count, also those that other ranks reduce among themselves, so that ranks which agree on
     these numbers agree on the order.
     """
-    size = {(task.message, task.start): task.wire_bytes for task in plan.communication if task.lane == "up"}
+    size = gradient_slices(plan)
     held = [piece for piece in plan.issue_order if plan.messages[piece[0]].asynchronous]
     jobs = sorted(set(size) - set(held))
     if plan.strategy.schedule.policy == "fifo":

@@ -1,9 +1,9 @@
 """Broadcast rank 0's buffers before the same forwards as DDP.
 
 As DDP's broadcast_buffers: running statistics are rank 0's everywhere at each forward, in training or evaluation,
-unless the forward before it ran under no_grad() or no_sync(). The broadcast leaves when backward ends and is taken over
-before the next forward, so that nobody waits for it. Where buffers have changed in between, which happens at the same
-points of the training loop on every rank, they are sent once more.
+unless the forward before it ran under no_grad() or no_sync(). The broadcast leaves when backward begins, while the link
+has nothing else to do, and is taken over before the next forward, so that nobody waits for it. Where buffers have
+changed in between, which happens at the same points of the training loop on every rank, they are sent once more.
 """
 
 from collections import defaultdict
@@ -45,8 +45,8 @@ class BufferKeeper:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Starts the broadcast of rank 0's current values, if the next forward shares them."""
-        if not self.due:
+        """Starts the broadcast of rank 0's current values, unless they are under way or the next forward needs none."""
+        if not self.due or (self.under_way and not self._changed()):
             return
         self.drop()
         self.shared = self._present()

@@ -8,18 +8,18 @@ changes the load, and again whenever the times have drifted.
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from math import inf
 from statistics import median
 
 import torch
 
 from offbeat.plan import Task
-from offbeat.plan.schedule import retimed
+from offbeat.plan.schedule import Slice, gradient_slices, retimed
 from offbeat.runtime.comm import Channel
 from offbeat.runtime.engine import Engine
 from offbeat.timeline import Kind
 from offbeat.timeline.clock import Clock, Moment
-from offbeat.timeline.observer import covered
 
 log = logging.getLogger("offbeat")
 
@@ -35,6 +35,8 @@ shorter, before the order is rebuilt."""
 LONG_ENOUGH_SECONDS = 0.02
 SLACK_SECONDS = 1e-3
 """A task that is planned earlier than its gradient is ready stalls the whole queue, one planned later costs little."""
+UNKNOWN = -1.0
+"""Less than the seconds of any collective."""
 MOST_SLOWED = 4.0
 """Maximum factor by which the job's collectives are assumed to differ from those on an idle link."""
 
@@ -80,31 +82,43 @@ def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Gener
 
 
 class CollectiveTimings:
-    """An engine's timekeeper: learns how long its collectives keep the link busy."""
+    """An engine's timekeeper: learns how long its gradients keep the link busy."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.spans: dict[int, list[tuple[Moment, Moment, int]]] = {}
-        """By step: when each collective was issued, when it had ended, and its bytes."""
+        self.spans: dict[int, list[tuple[Slice, Moment, Moment]]] = {}
+        """By step: each slice, when it was issued, and when it had arrived."""
 
     def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
-        self.spans.setdefault(step, []).append((issued, finished, task.wire_bytes))
+        if task.lane == "up":
+            self.spans.setdefault(step, []).append(((task.message, task.start), issued, finished))
 
     def local(self, kind: Kind, messages: tuple[int, ...], start: Moment, end: Moment) -> None:
         """Only collectives on the link count here."""
 
-    def slowdown(self, count: int, latency: float, per_byte: float) -> float | None:
-        """Median of (seconds busy / seconds by a linear fit) over the steps of which so many collectives have ended;
-        None if there is none."""
-        ratios = []
+    def busy(self, step: int, slices: Sequence[Slice], sent: int) -> list[float]:
+        """Seconds by which each slice prolongs the time for which this rank waits for the link; infinite for others'
+        slices, and `UNKNOWN` for all unless the `sent` slices of this rank have arrived."""
         # The backend's threads add to it meanwhile.
-        for spans in map(list, list(self.spans.values())):
-            expected = sum(latency + per_byte * size for _, _, size in spans)
-            if len(spans) < count or not expected or not all(self.clock.reached(finished) for _, finished, _ in spans):
-                continue
-            times = ((self.clock.seconds(issued), self.clock.seconds(finished)) for issued, finished, _ in spans)
-            ratios.append(covered(times) / expected)
-        return min(max(median(ratios), 1 / MOST_SLOWED), MOST_SLOWED) if ratios else None
+        spans = list(self.spans.get(step, ()))
+        if len(spans) < sent or not all(self.clock.reached(arrived) for *_, arrived in spans):
+            return [UNKNOWN] * len(slices)
+        added, reached = dict.fromkeys(slices, inf), -inf
+        for issued, arrived, each in sorted((self.clock.seconds(i), self.clock.seconds(a), s) for s, i, a in spans):
+            added[each] = max(0.0, arrived - max(issued, reached))
+            reached = max(reached, arrived)
+        return [added[each] for each in slices]
+
+
+def slowdown(busy: Sequence[Sequence[float]], expected: Sequence[float]) -> float | None:
+    """Median of (seconds busy / seconds `expected`) over the steps of which every rank knows; None if there is none."""
+    ratios = []
+    for step in busy:
+        sent = [place for place, seconds in enumerate(step) if seconds < inf]
+        usual = sum(expected[place] for place in sent)
+        if usual and UNKNOWN not in step:
+            ratios.append(sum(step[place] for place in sent) / usual)
+    return min(max(median(ratios), 1 / MOST_SLOWED), MOST_SLOWED) if ratios else None
 
 
 class Retimer:
@@ -164,11 +178,16 @@ class Retimer:
         return moved > DRIFT * max(ready) or abs(self.slowdown / slowdown_before - 1) > DRIFT
 
     def _learn_slowdown(self) -> None:
-        """All ranks believe the one that waited least for the others."""
-        found = self.timings.slowdown(len(self.engine.order), self.latency, self.per_byte)
+        """A collective begins on the wire when its last rank has issued it, so the rank that waited least counts."""
+        engine, sizes = self.engine, gradient_slices(self.engine.plan)
+        sent = sum(len(task.ranks) > 1 for task in engine.order)
+        steps = range(engine.steps - OBSERVED_STEPS, engine.steps)
+        mine = [self.timings.busy(step, list(sizes), sent) for step in steps]
         self.timings.spans.clear()
-        mine = torch.tensor([-(found or self.slowdown)], dtype=torch.float64, device=self.device)
-        self.slowdown = -float(largest(self.engine.channels.control, mine)[0])
+        waited = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        shortest = -largest(engine.channels.control, -waited.view(-1)).view_as(waited)
+        expected = [self.latency + self.per_byte * size for size in sizes.values()]
+        self.slowdown = slowdown(shortest.tolist(), expected) or self.slowdown
 
     def _rebuild(self, ready: list[float]) -> None:
         self.planned = ready

@@ -1,5 +1,6 @@
 """What the engine learns of its own collectives, and how calibration tells their overhead."""
 
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,38 +10,53 @@ import torch
 from offbeat import cpu_steal
 from offbeat.cost.measured import in_a_row
 from offbeat.profile import calibrate
-from offbeat.runtime.retime import MOST_SLOWED, CollectiveTimings
+from offbeat.runtime.retime import MOST_SLOWED, CollectiveTimings, slowdown
 from offbeat.timeline.clock import HostClock
 
-LATENCY, PER_BYTE = 1e-3, 1e-8
+
+def seen(*spans: tuple[float, float]) -> CollectiveTimings:
+    """What one rank saw of a step: when each slice of message 0 was issued and when it had arrived."""
+    timings = CollectiveTimings(HostClock())
+    for number, (issued, arrived) in enumerate(spans):
+        task: Any = SimpleNamespace(lane="up", message=0, start=number)
+        timings.communication(7, task, issued, issued, arrived)
+    return timings
 
 
-def observed(*steps: list[tuple[float, float, int]]) -> CollectiveTimings:
-    services = CollectiveTimings(HostClock())
-    for number, spans in enumerate(steps):
-        for issued, finished, size in spans:
-            task: Any = SimpleNamespace(wire_bytes=size)
-            services.communication(number, task, issued, issued, finished)
-    return services
+def busy(*spans: tuple[float, float]) -> list[float]:
+    return seen(*spans).busy(7, [(0, number) for number in range(len(spans))], len(spans))
 
 
 def test_collectives_that_take_as_long_as_on_an_idle_link_are_not_slowed() -> None:
-    assert observed([(0.0, 0.011, 10**6)]).slowdown(1, LATENCY, PER_BYTE) == pytest.approx(1.0)
+    assert slowdown([busy((0.0, 0.011))], [0.011]) == pytest.approx(1.0)
 
 
 def test_what_waits_behind_another_is_not_counted_twice() -> None:
-    spans = [(0.0, 0.022, 10**6), (0.001, 0.044, 10**6), (1.0, 1.022, 10**6)]
-    assert observed(spans).slowdown(3, LATENCY, PER_BYTE) == pytest.approx(2.0)
+    assert busy((0.0, 0.022), (0.001, 0.044), (1.0, 1.022)) == pytest.approx([0.022] * 3)
+    assert busy((0.0, 0.05), (0.001, 0.01)) == pytest.approx([0.05, 0.0])
+
+
+def test_waiting_for_another_rank_does_not_keep_the_link_busy() -> None:
+    """Each rank is late once: the link is busy from then on only, whatever the other one saw."""
+    early, late = busy((0.0, 0.031), (0.050, 0.061)), busy((0.020, 0.031), (0.032, 0.061))
+    shortest = [min(pair) for pair in zip(early, late, strict=True)]
+    assert shortest == pytest.approx([0.011, 0.011])
+    assert slowdown([shortest], [0.011, 0.011]) == pytest.approx(1.0)
 
 
 def test_a_step_that_is_still_under_way_says_nothing() -> None:
-    whole, half = [(0.0, 0.011, 10**6), (0.5, 0.511, 10**6)], [(2.0, 2.9, 10**6)]
-    assert observed(whole, half).slowdown(2, LATENCY, PER_BYTE) == pytest.approx(1.0)
-    assert observed(half).slowdown(2, LATENCY, PER_BYTE) is None
+    under_way = seen((2.0, 2.9)).busy(7, [(0, 0), (0, 1)], 2)
+    assert slowdown([[0.011, 0.011], under_way], [0.011, 0.011]) == pytest.approx(1.0)
+    assert slowdown([under_way], [0.011, 0.011]) is None
+    assert slowdown([seen().busy(7, [(0, 0)], 1)], [0.011]) is None
+
+
+def test_slices_that_no_rank_sends_do_not_count() -> None:
+    assert slowdown([[0.022, inf]], [0.011, 5.0]) == pytest.approx(2.0)
 
 
 def test_a_stall_is_believed_only_so_far() -> None:
-    assert observed([(0.0, 60.0, 10**6)]).slowdown(1, LATENCY, PER_BYTE) == MOST_SLOWED
+    assert slowdown([busy((0.0, 60.0))], [0.011]) == MOST_SLOWED
 
 
 @pytest.mark.parametrize("overhead", [0.0, 2e-4, 9e-4, 4e-3])

@@ -57,6 +57,7 @@ class Engine:
         """When the last backward pass began and each message was complete, if observed."""
         self.step_hooks: list[Callable[[], None]] = []
         self.backward_hooks: list[Callable[[], None]] = []
+        """Called when a backward pass begins and when all its gradients are on their way."""
         program = training.plan.program
         self.alone = len(training.plan.replicas) == 1 and all(map(_plain, training.plan.messages))
         """Whether nothing is exchanged, and gradients are applied where autograd puts them."""
@@ -97,6 +98,8 @@ class Engine:
         self.head = 0
         self.missing = list(self.plan.program.awaited)
         self.loaded = [False] * len(self.synchronisers)
+        for hook in self.backward_hooks:
+            hook()
 
     def gradient_complete(self, name: str) -> None:
         """A gradient is final: messages that waited only for it can start."""

@@ -7,6 +7,10 @@ from offbeat.graph import ModelGraph, Variable
 from offbeat.strategy.builders._common import Size, bytes_option, fused
 from offbeat.strategy.model import Schedule, Strategy
 
+SMALL = 0.25
+"""Share of a full message below which one is not worth a collective of its own: that takes processor time on all ranks
+whatever it carries, as much as about 1 MiB on two cores (gloo)."""
+
 
 def build(
     graph: ModelGraph, cluster: ClusterSpec, *, bucket: Size = "1MiB", slice_bytes: Size = "2MiB", in_flight: int = 2
@@ -16,9 +20,9 @@ def build(
     Use it first if the network takes long and gradients are not clipped by their global norm.
 
     Modules are fused in the order in which backward completes them until a message holds `bucket` bytes, so that small
-    gradients do not cost a collective each. A module that is as large itself travels alone, cut into slices, so that an
-    urgent message waits for few slices at the most. Two collectives are under way at a time: each has moments in which
-    it sends nothing, which the other fills.
+    gradients do not cost a collective each. A module that is as large itself begins a message, unless the one before it
+    is small, and is cut into slices, so that an urgent message waits for few slices at the most. Two collectives are
+    under way at a time: each has moments in which it sends nothing, which the other fills.
     """
     configs = fused(graph, _messages(graph, bytes_option("bucket", bucket)))
     most = bytes_option("slice_bytes", slice_bytes, minimum=1024)
@@ -32,7 +36,8 @@ def _messages(graph: ModelGraph, limit: int) -> list[list[Variable]]:
     for _, members in groupby(dense, key=lambda variable: (variable.name.rpartition(".")[0], variable.dtype)):
         module = list(members)
         size = sum(variable.bytes for variable in module)
-        if not messages or max(size, filled) >= limit or messages[-1][0].dtype != module[0].dtype:
+        full = filled >= (limit if size < limit else limit * SMALL)
+        if not messages or full or messages[-1][0].dtype != module[0].dtype:
             messages.append([])
             filled = 0
         messages[-1] += module
