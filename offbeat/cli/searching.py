@@ -17,14 +17,15 @@ from offbeat.cli.app import (
     Script,
     Timeout,
     app,
-    complete_cluster,
+    cluster_option,
     complete_model,
     complete_strategy,
+    model_option,
 )
-from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import build_model, capture_model, read_strategy
-from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
+from offbeat.cli.planning import build_model, capture_model, load_cluster, read_strategy
+from offbeat.cli.show import exit_if_failed, print_json, progress, require_script, stdout_to_stderr
 from offbeat.errors import OffbeatError
+from offbeat.launch import inside_job, run_python
 
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
@@ -37,10 +38,7 @@ def optimize(
         ),
     ],
     output: SavedStrategy = None,
-    cluster: Annotated[
-        str | None,
-        Option(metavar="NAME|FILE", help="A preset or a file; default: as recorded.", autocompletion=complete_cluster),
-    ] = None,
+    cluster: Annotated[str | None, cluster_option("A preset or a file; default: as recorded.")] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB; or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
@@ -48,10 +46,9 @@ def optimize(
     ] = None,
     model: Annotated[
         str | None,
-        Option(
-            metavar="NAME|pkg.mod:function",
-            help="The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
-            autocompletion=complete_model,
+        model_option(
+            "The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
+            "NAME|pkg.mod:function",
         ),
     ] = None,
     scale: Scale = None,
@@ -122,8 +119,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a script that calls distribute(), here or as a rank under torchrun, with the given strategy."""
-    from offbeat.profile.launch import inside_job, require_script, run_script
-
     require_script(script[0])
     if strategy != "auto":
         read_strategy(strategy)
@@ -138,13 +133,13 @@ def run(
         if inside_job():
             if servers:
                 raise OffbeatError("--servers: under another launcher set OFFBEAT_SERVERS to their ranks, such as 4,5")
-            from offbeat.profile.attach import run_script as run_here
+            from offbeat.profile.attach import run_script
 
             os.environ.update(variables)
-            run_here(script[0], script[1:])
+            run_script(script[0], script[1:])
         else:
             with stdout_to_stderr(as_json):
-                code = run_script(script, ranks + servers, variables, timeout)
+                code = run_python(script, ranks + servers, variables, timeout)
             if as_json:
                 facts = {
                     "script": script[0],

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.blocks import blocks
 from offbeat.graph.model import BlockTimes, Way
-from offbeat.runtime.fusion import compiled
+from offbeat.runtime.fusion import compiled, in_turn
 from offbeat.runtime.memory import autocast, recomputed
 from offbeat.runtime.sync.encoders import make_encoder
 from offbeat.strategy import Encoder
@@ -58,20 +58,11 @@ class Call:
     result: Any
 
 
-@dataclass
-class Timing:
-    """What `time_blocks` found."""
-
-    graph: ModelGraph
-    """With the blocks' times."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be timed, and why."""
-
-
 def time_blocks(
     graph: ModelGraph, model: nn.Module, example_inputs: Any, ways: Sequence[Way] = ("compiled", "recomputed")
-) -> Timing:
-    """The graph with what its blocks take on the device where the model lies, as they are and in these ways.
+) -> tuple[ModelGraph, list[str]]:
+    """The graph with what its blocks take on the device where the model lies, as they are and in these ways; and notes
+    on what could not be timed, and why.
 
     The model's parameters, buffers and random numbers stay as they are.
     """
@@ -82,7 +73,9 @@ def time_blocks(
         return _time_blocks(graph, model, inputs, ways)
 
 
-def _time_blocks(graph: ModelGraph, model: nn.Module, inputs: Sequence[Any], ways: Sequence[Way]) -> Timing:
+def _time_blocks(
+    graph: ModelGraph, model: nn.Module, inputs: Sequence[Any], ways: Sequence[Way]
+) -> tuple[ModelGraph, list[str]]:
     calls = _calls(model, blocks(graph), inputs)
     regions = _regions(model, calls)
     # Without the results, which hold all that backward would need.
@@ -106,7 +99,7 @@ def _time_blocks(graph: ModelGraph, model: nn.Module, inputs: Sequence[Any], way
     if not found:
         raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
     notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
-    return Timing(graph.with_blocks(found), notes)
+    return graph.with_blocks(found), notes
 
 
 def _first(failed: Mapping[str, str]) -> str:
@@ -260,7 +253,7 @@ def _timed(key: str, modules: Sequence[nn.Module], call: Call, ways: Sequence[Wa
     device = _device(call, modules)
     runs: dict[Way, Callable[..., Any]] = {}
     for way in ways:
-        run = compiled(forwards) if way.startswith("compiled") else partial(_in_turn, forwards)
+        run = (compiled if way.startswith("compiled") else in_turn)(forwards)
         if way == "recomputed":
             run = partial(recomputed, run)
         runs[way] = partial(autocast, run, device.type) if way.endswith("bf16") else run
@@ -296,13 +289,6 @@ def _pair(raw: Any) -> Pair:
     if not (forward >= 0 and backward >= 0):
         raise ValueError("seconds are not negative")
     return forward, backward
-
-
-def _in_turn(forwards: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    value = forwards[0](*args, **kwargs)
-    for forward in forwards[1:]:
-        value = forward(value)
-    return value
 
 
 def _run(run: Callable[..., Any], modules: Sequence[nn.Module], call: Call, device: torch.device) -> Pair:

@@ -11,11 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-
-import torch
+from typing import Any
 
 from offbeat.runtime.comm.protocol import Channel, Work
 from offbeat.timeline.clock import Moment
+
+_GIVEN = {"all_reduce": 0, "reduce": 0, "broadcast": 0, "deliver": 0}
+_GIVEN |= {"all_gather": 1, "gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Of each collective, which argument is the tensor that this rank puts in."""
 
 
 class CreditChannel:
@@ -32,32 +35,14 @@ class CreditChannel:
         self.starting = False
         """A thread is starting collectives; it holds no lock, because the backend may wait for another thread."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_reduce(tensor))
+    def __getattr__(self, kind: str) -> Callable[..., "CreditWork"]:
+        """Each collective of the channel, held back until it fits."""
+        if kind not in _GIVEN:
+            raise AttributeError(kind)
+        return partial(self._put, kind)
 
-    def reduce(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.reduce(tensor, root))
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.broadcast(tensor, root))
-
-    def deliver(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.deliver(tensor, root))
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_gather(output, tensor))
-
-    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.gather(outputs, tensor, root))
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.reduce_scatter(output, tensor))
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_to_all(output, tensor))
-
-    def _put(self, tensor: torch.Tensor, start: Callable[[], Work]) -> "CreditWork":
-        work = CreditWork(start, tensor.numel() * tensor.element_size())
+    def _put(self, kind: str, *arguments: Any) -> "CreditWork":
+        work = CreditWork(lambda: getattr(self.channel, kind)(*arguments), arguments[_GIVEN[kind]].nbytes)
         with self.lock:
             self.waiting.append(work)
         self._start_some()
