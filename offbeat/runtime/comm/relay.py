@@ -45,7 +45,7 @@ class Relay:
             return ClientWork(self.up.gather([], tensor, self.root), self.back.deliver(tensor, self.root))
         sent: Future[Work] = Future()
         self.asked.put((tensor, sent))
-        return RootWork(sent)
+        return LaterWork(sent)
 
     def close(self, deadline: float | None = None) -> None:
         """Waits until everything started has ended, or until `deadline` (time.monotonic)."""
@@ -100,8 +100,8 @@ class ClientWork:
         self.received.report_end(report)
 
 
-class RootWork:
-    """A sum that the root's threads make and send."""
+class LaterWork:
+    """A collective that another thread starts."""
 
     __slots__ = ("sent",)
 
