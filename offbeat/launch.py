@@ -411,11 +411,8 @@ def run_python(
     because they would wait for it.
     """
     master = (LOOPBACK, free_port(LOOPBACK))
-    with LocalJob(arguments, range(ranks), ranks, master, variables or {}, captured=False) as job:
-        if not job.wait(timeout):
-            return TIMED_OUT
-        failure = first_failure(job.finish())
-    return exit_code(failure.returncode) if failure else 0
+    job = LocalJob(arguments, range(ranks), ranks, master, variables, captured=False)
+    return job_exit_code(job.run(timeout))
 
 
 def free_port(address: str = "") -> int:

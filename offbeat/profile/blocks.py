@@ -70,36 +70,30 @@ def time_blocks(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OffbeatError(f"{graph.name}: its blocks cannot be timed, because the model is on the meta device")
     with _untouched(model):
-        return _time_blocks(graph, model, inputs, ways)
-
-
-def _time_blocks(
-    graph: ModelGraph, model: nn.Module, inputs: Sequence[Any], ways: Sequence[Way]
-) -> tuple[ModelGraph, list[str]]:
-    calls = _calls(model, blocks(graph), inputs)
-    regions = _regions(model, calls)
-    # Without the results, which hold all that backward would need.
-    kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
-    del calls
-    wanted: list[tuple[tuple[str, ...], tuple[Way, ...]]] = [(region, ("eager", *ways)) for region in regions]
-    if "recomputed" in ways:
-        wanted += [((path,), ("eager", "recomputed")) for region in regions if len(region) > 1 for path in region]
-    known: dict[str, tuple[Times, Errors]] = {}
-    found, failed = [], dict[str, str]()
-    for paths, asked in wanted:
-        modules = [model.get_submodule(path) for path in paths]
-        call, count = kept[paths[0]]
-        key = _key(modules, call, asked)
-        if key not in known:
-            known[key] = _timed(key, modules, call, asked)
-        times, errors = known[key]
-        failed |= {f"{key} {way}": f"{' '.join(paths)}, {way}: {why}" for way, why in errors.items()}
-        if times:
-            found.append(BlockTimes(paths, {way: (fw * count, bw * count) for way, (fw, bw) in times.items()}))
-    if not found:
-        raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
-    notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
-    return graph.with_blocks(found), notes
+        calls = _calls(model, blocks(graph), inputs)
+        regions = _regions(model, calls)
+        # Without the results, which hold all that backward would need.
+        kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
+        del calls
+        wanted: list[tuple[tuple[str, ...], tuple[Way, ...]]] = [(region, ("eager", *ways)) for region in regions]
+        if "recomputed" in ways:
+            wanted += [((path,), ("eager", "recomputed")) for region in regions if len(region) > 1 for path in region]
+        known: dict[str, tuple[Times, Errors]] = {}
+        found, failed = [], dict[str, str]()
+        for paths, asked in wanted:
+            modules = [model.get_submodule(path) for path in paths]
+            call, count = kept[paths[0]]
+            key = _key(modules, call, asked)
+            if key not in known:
+                known[key] = _timed(key, modules, call, asked)
+            times, errors = known[key]
+            failed |= {f"{key} {way}": f"{' '.join(paths)}, {way}: {why}" for way, why in errors.items()}
+            if times:
+                found.append(BlockTimes(paths, {way: (fw * count, bw * count) for way, (fw, bw) in times.items()}))
+        if not found:
+            raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
+        notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
+        return graph.with_blocks(found), notes
 
 
 def _first(failed: Mapping[str, str]) -> str:

@@ -227,7 +227,7 @@ def test_a_ddp_job_can_be_recorded_again(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [RankEnd(0, 3, "exited", seconds=2.0), RankEnd(1, 7, "exited", seconds=1.0)]
-    monkeypatch.setattr(LocalJob, "finish", lambda job: ends)
+    monkeypatch.setattr(LocalJob, "finish", lambda job, timed_out: ends)
     assert run_python(["-c", ""], 2) == 7
 
 
