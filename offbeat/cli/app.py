@@ -41,36 +41,28 @@ def _complete(module: str, names: str, *endings: str) -> Callable[[str], list[st
     return offered
 
 
-complete_model = _complete("offbeat.zoo", "names")
-complete_cluster = _complete("offbeat.cluster", "ClusterSpec.presets", ".yaml", ".yml", ".json")
-complete_strategy = _complete("offbeat.strategy", "builders", ".json")
-complete_script = _complete("builtins", "tuple", ".py")
-
-
-def cluster_option(help: str) -> Any:
-    """An option that names a cluster."""
-    return Option(metavar="NAME|FILE", help=help, autocompletion=complete_cluster)
-
-
-def model_option(help: str, metavar: str | None = None) -> Any:
-    """An option that names a model."""
-    return Option(metavar=metavar, help=help, autocompletion=complete_model)
-
+MODEL: dict[str, Any] = {"autocompletion": _complete("offbeat.zoo", "names")}
+CLUSTER: dict[str, Any] = {
+    "metavar": "NAME|FILE",
+    "autocompletion": _complete("offbeat.cluster", "ClusterSpec.presets", ".yaml", ".yml", ".json"),
+}
+STRATEGY: dict[str, Any] = {
+    "metavar": "BUILDER|FILE",
+    "autocompletion": _complete("offbeat.strategy", "builders", ".json"),
+}
+SCRIPT: dict[str, Any] = {"metavar": "SCRIPT [ARGS]...", "autocompletion": _complete("builtins", "tuple", ".py")}
+"""Keywords of options and arguments that name one of these."""
 
 Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 Model = Annotated[
     str,
-    Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", autocompletion=complete_model),
+    Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", **MODEL),
 ]
 Scale = Annotated[float | None, Option(help="Relative size of the zoo model, above 0 and at most 1.")]
-Cluster = Annotated[str, cluster_option("A preset or a cluster file.")]
+Cluster = Annotated[str, Option(help="A preset or a cluster file.", **CLUSTER)]
 Script = Annotated[
     list[str],
-    Argument(
-        metavar="SCRIPT [ARGS]...",
-        help="The training script and its options; put options that this command also has after '--'.",
-        autocompletion=complete_script,
-    ),
+    Argument(help="The training script and its options; put options that this command also has after '--'.", **SCRIPT),
 ]
 SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="File for the strategy.")]
 Trace = Annotated[Path, Argument(help="A recording, torch.profiler traces, or a saved timeline.")]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from offbeat import units
-from offbeat.cli.app import Json, app, complete_model
+from offbeat.cli.app import MODEL, Json, app
 from offbeat.cli.planning import count_parameters
 from offbeat.cli.show import print_facts, print_json, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
@@ -143,7 +143,7 @@ def compare_losses(ranks: list[dict[str, Any]]) -> tuple[float, bool]:
 @app.command(epilog="Example: offbeat tour -o tour/")
 def tour(
     folder: Annotated[Path, Option("-o", "--output", help="Folder for trace, report and strategy.")] = Path("tour"),
-    model: Annotated[str, Option(help="A zoo model.", autocompletion=complete_model)] = "transformer",
+    model: Annotated[str, Option(help="A zoo model.", **MODEL)] = "transformer",
     scale: Annotated[float, Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
     batch: Annotated[int, Option(min=1, help="Samples per rank.")] = 32,
     bandwidth: Annotated[str, Option(help="Bandwidth of each host's link.")] = "450Mbit/s",

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from offbeat import units
-from offbeat.cli.app import (
-    Cluster,
-    Json,
-    Model,
-    SavedStrategy,
-    Scale,
-    app,
-    cluster_option,
-    complete_cluster,
-    complete_strategy,
-    model_option,
-)
+from offbeat.cli.app import CLUSTER, MODEL, STRATEGY, Cluster, Json, Model, SavedStrategy, Scale, app
 from offbeat.cli.show import print_facts, print_json, print_paragraphs, print_rows, progress, with_intervals
 from offbeat.errors import OffbeatError
 
@@ -50,7 +39,7 @@ def models(as_json: Json = False) -> None:
 @app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
 def clusters(
     cluster: Annotated[
-        str | None, Argument(metavar="[NAME|FILE]", help="A preset or a cluster file.", autocompletion=complete_cluster)
+        str | None, Argument(help="A preset or a cluster file.", **CLUSTER | {"metavar": "[NAME|FILE]"})
     ] = None,
     as_yaml: Annotated[bool, Option("--yaml", help="Print the cluster as a file.")] = False,
     as_json: Json = False,
@@ -107,9 +96,7 @@ def builders(as_json: Json = False) -> None:
 def plan(
     model: Model,
     cluster: Cluster,
-    strategy: Annotated[
-        str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.", autocompletion=complete_strategy)
-    ] = "overlap",
+    strategy: Annotated[str, Option(help="A builder or a strategy file.", **STRATEGY)] = "overlap",
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
     rank: Annotated[int | None, Option(min=0, help="Derive only this rank's part.")] = None,
@@ -146,11 +133,9 @@ def plan(
 
 @app.command(epilog="Example: offbeat explain strategy.json --model resnet50 --cluster B7")
 def explain(
-    strategy: Annotated[
-        str, Argument(metavar="BUILDER|FILE", help="A strategy file or a builder.", autocompletion=complete_strategy)
-    ],
-    model: Annotated[str | None, model_option("A zoo model or pkg.mod:function, to predict the gain.")] = None,
-    cluster: Annotated[str | None, cluster_option("The cluster for that model.")] = None,
+    strategy: Annotated[str, Argument(help="A strategy file or a builder.", **STRATEGY)],
+    model: Annotated[str | None, Option(help="A zoo model or pkg.mod:function, to predict the gain.", **MODEL)] = None,
+    cluster: Annotated[str | None, Option(help="The cluster for that model.", **CLUSTER)] = None,
     scale: Scale = None,
     as_json: Json = False,
 ) -> None:

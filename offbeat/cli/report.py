@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import Json, Scale, Trace, app, cluster_option, model_option
+from offbeat.cli.app import CLUSTER, MODEL, Json, Scale, Trace, app
 from offbeat.cli.planning import capture_model, load_cluster
 from offbeat.cli.show import print_facts, print_json, progress, require_folder, say
 from offbeat.errors import OffbeatError
@@ -81,8 +81,10 @@ def _name(other: Path, trace: Path) -> str:
 @app.command(epilog="Example: offbeat view trace/, or offbeat view --model resnet50 --cluster B7")
 def view(
     trace: Annotated[Path | None, Argument(help="A recording, torch.profiler traces, or a saved timeline.")] = None,
-    model: Annotated[str | None, model_option("A zoo model or pkg.mod:function, instead of a recording.")] = None,
-    cluster: Annotated[str | None, cluster_option("A preset or a cluster file, for --model.")] = None,
+    model: Annotated[
+        str | None, Option(help="A zoo model or pkg.mod:function, instead of a recording.", **MODEL)
+    ] = None,
+    cluster: Annotated[str | None, Option(help="A preset or a cluster file, for --model.", **CLUSTER)] = None,
     scale: Scale = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = DEFAULT_PORT,
     open_browser: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,

@@ -9,7 +9,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from offbeat.cli.app import (
+    CLUSTER,
+    MODEL,
     SCRIPT_SETTINGS,
+    STRATEGY,
     Json,
     Ranks,
     SavedStrategy,
@@ -17,10 +20,6 @@ from offbeat.cli.app import (
     Script,
     Timeout,
     app,
-    cluster_option,
-    complete_model,
-    complete_strategy,
-    model_option,
 )
 from offbeat.cli.planning import build_model, capture_model, load_cluster, read_strategy
 from offbeat.cli.show import exit_if_failed, print_json, progress, require_script, stdout_to_stderr
@@ -33,12 +32,11 @@ def optimize(
     source: Annotated[
         str,
         Argument(
-            help="A recording, a folder of torch.profiler traces of DDP, a zoo model, or pkg.mod:function.",
-            autocompletion=complete_model,
+            help="A recording, a folder of torch.profiler traces of DDP, a zoo model, or pkg.mod:function.", **MODEL
         ),
     ],
     output: SavedStrategy = None,
-    cluster: Annotated[str | None, cluster_option("A preset or a file; default: as recorded.")] = None,
+    cluster: Annotated[str | None, Option(help="A preset or a file; default: as recorded.", **CLUSTER)] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB; or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
@@ -46,9 +44,10 @@ def optimize(
     ] = None,
     model: Annotated[
         str | None,
-        model_option(
-            "The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
-            "NAME|pkg.mod:function",
+        Option(
+            metavar="NAME|pkg.mod:function",
+            help="The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
+            **MODEL,
         ),
     ] = None,
     scale: Scale = None,
@@ -108,9 +107,7 @@ def optimize(
 )
 def run(
     script: Script,
-    strategy: Annotated[
-        str, Option(metavar="BUILDER|FILE", help="Strategy to use instead of 'auto'.", autocompletion=complete_strategy)
-    ] = "auto",
+    strategy: Annotated[str, Option(help="Strategy to use instead of 'auto'.", **STRATEGY)] = "auto",
     ranks: Ranks = 1,
     servers: Annotated[
         int, Option(min=0, help="Extra ranks that hold no replica and serve parameters to the others.")
