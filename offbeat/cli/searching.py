@@ -138,14 +138,8 @@ def run(
             with stdout_to_stderr(as_json):
                 code = run_python(script, ranks + servers, variables, timeout)
             if as_json:
-                facts = {
-                    "script": script[0],
-                    "strategy": strategy,
-                    "ranks": ranks,
-                    "servers": servers,
-                    "exit_code": code,
-                }
-                print_json(facts | {"distributed": called.exists()})
+                facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "servers": servers}
+                print_json(facts | {"exit_code": code, "distributed": called.exists()})
             exit_if_failed(code, timeout)
         if not called.exists():
             raise OffbeatError(

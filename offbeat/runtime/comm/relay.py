@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -81,13 +82,12 @@ class Relay:
             self.room.release()
 
 
+@dataclass(eq=False, slots=True)
 class ClientWork:
     """A gradient in flight to the root, and the sum in flight back."""
 
-    __slots__ = ("received", "sent")
-
-    def __init__(self, sent: Work, received: Work) -> None:
-        self.sent, self.received = sent, received
+    sent: Work
+    received: Work
 
     def wait(self) -> None:
         self.sent.wait()
@@ -100,13 +100,11 @@ class ClientWork:
         self.received.report_end(report)
 
 
+@dataclass(eq=False, slots=True)
 class LaterWork:
     """A collective that another thread starts."""
 
-    __slots__ = ("sent",)
-
-    def __init__(self, sent: Future[Work]) -> None:
-        self.sent = sent
+    sent: Future[Work]
 
     def wait(self) -> None:
         self.sent.result().wait()
