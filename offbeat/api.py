@@ -203,10 +203,11 @@ def measure(
     from offbeat.search.passes import AMP
 
     ways: tuple[Way, ...] = ("compiled", "recomputed")
-    timing = time_blocks(graph, model, example_inputs, (*ways, "bf16", "compiled bf16") if AMP in allow else ways)
+    asked = (*ways, "bf16", "compiled bf16") if AMP in allow else ways
+    graph, notes = time_blocks(graph, model, example_inputs, asked)
     device = next(model.parameters()).device
     known = {**costs.encoding_seconds_per_byte, **_encoding_seconds(allow, device, cluster)}
-    return timing.graph, replace(costs, encoding_seconds_per_byte=known), timing.notes
+    return graph, replace(costs, encoding_seconds_per_byte=known), notes
 
 
 def _encoding_seconds(allow: Sequence[str], device: torch.device, cluster: ClusterSpec) -> dict[str, float]:

@@ -26,16 +26,10 @@ MAX_YAML_BYTES = 32 * 2**20
 # A parsed value takes up to 230 bytes, so this many stay below a gigabyte; no file of Offbeat comes near.
 MAX_VALUES = 4_000_000
 _MAX_NESTING = 100
-_PHRASES = {
-    "extra_forbidden": "no such field",
-    "too_short": "it has too few items",
-    "tuple_type": "it must be a list",
-    "list_type": "it must be a list",
-    "dict_type": "it must be a mapping",
-    "model_type": "it must be a mapping",
-    "model_attributes_type": "it must be a mapping",
-    "dataclass_type": "it must be a mapping",
-}
+_PHRASES = {"extra_forbidden": "no such field", "too_short": "it has too few items"}
+_PHRASES |= dict.fromkeys(("tuple_type", "list_type"), "it must be a list")
+_MAPPINGS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
+_PHRASES |= dict.fromkeys(_MAPPINGS, "it must be a mapping")
 
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:

@@ -397,6 +397,24 @@ def job_exit_code(ends: Sequence[RankEnd]) -> int:
     return TIMED_OUT if any(end.outcome == "timed out" for end in ends) else 0
 
 
+def inside_job() -> bool:
+    """Whether this process is a rank that a launcher has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_python(
+    arguments: Sequence[str], ranks: int, variables: Mapping[str, str] | None = None, timeout: float | None = None
+) -> int:
+    """Runs Python on all ranks; returns 0, `TIMED_OUT`, or the exit code of the rank that failed first.
+
+    `arguments` are Python's, `variables` join every rank's environment. When one rank fails the others are ended,
+    because they would wait for it.
+    """
+    master = (LOOPBACK, free_port(LOOPBACK))
+    job = LocalJob(arguments, range(ranks), ranks, master, variables, captured=False)
+    return job_exit_code(job.run(timeout))
+
+
 def free_port(address: str = "") -> int:
     """A port of this machine on which nothing listens now."""
     with socket.create_server((address, 0)) as server:

@@ -155,8 +155,6 @@ def _exact(value: float, units: Iterable[str], sizes: dict[str, Decimal]) -> str
 def _prefixed(number: float, prefixes: Mapping[str, float], unit: str) -> str:
     """The number with the first prefix that it reaches, otherwise with the last."""
     prefix = next((prefix for prefix, size in prefixes.items() if abs(number) >= size), [*prefixes][-1])
-    return f"{_short(number / prefixes[prefix])} {prefix}{unit}"
-
-
-def _short(number: float) -> str:
-    return f"{number:.0f}" if 1e4 <= abs(number) < 1e15 else f"{number:.4g}"
+    scaled = number / prefixes[prefix]
+    shown = f"{scaled:.0f}" if 1e4 <= abs(scaled) < 1e15 else f"{scaled:.4g}"
+    return f"{shown} {prefix}{unit}"

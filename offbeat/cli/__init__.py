@@ -5,20 +5,7 @@ Each command is a short function in one of the modules below. Everything heavy i
 """
 
 # Importing a module registers its commands.
-from offbeat.cli import (  # noqa: F401
-    catalogue,
-    demo,
-    doctor,
-    emulate,
-    frontier,
-    launch,
-    planning,
-    profiling,
-    report,
-    searching,
-    tour,
-    tuning,
-)
+from offbeat.cli import demo, doctor, frontier, hosts, planning, profiling, report, searching, tuning  # noqa: F401
 from offbeat.cli.app import app, group_commands, main
 
 __all__ = ["app", "main"]

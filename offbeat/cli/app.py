@@ -4,6 +4,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,57 +29,40 @@ app = typer.Typer(
 _UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
-def _complete(known: Callable[[], Sequence[str]], *endings: str) -> Callable[[str], list[str]]:
-    """Shell completion: matching names, then folders and files with one of the endings."""
+def _complete(module: str, names: str, *endings: str) -> Callable[[str], list[str]]:
+    """Shell completion: matching names that a function of a module returns, then folders and files with the endings."""
 
     def offered(incomplete: str) -> list[str]:
-        place = Path(incomplete).parent
-        files = [path for path in place.glob("*") if path.is_dir() or path.suffix in endings]
+        known = attrgetter(names)(import_module(module))()
+        files = [path for path in Path(incomplete).parent.glob("*") if path.is_dir() or path.suffix in endings]
         paths = [str(path) + "/" * path.is_dir() for path in sorted(files)]
-        return [name for name in (*known(), *paths) if name.startswith(incomplete)]
+        return [name for name in (*known, *paths) if name.startswith(incomplete)]
 
     return offered
 
 
-def _models() -> Sequence[str]:
-    from offbeat import zoo
-
-    return zoo.names()
-
-
-def _clusters() -> Sequence[str]:
-    from offbeat.cluster import ClusterSpec
-
-    return ClusterSpec.presets()
-
-
-def _builders() -> Sequence[str]:
-    from offbeat.strategy import builders
-
-    return builders()
-
-
-complete_model = _complete(_models)
-complete_cluster = _complete(_clusters, ".yaml", ".yml", ".json")
-complete_strategy = _complete(_builders, ".json")
-complete_script = _complete(tuple, ".py")
+MODEL: dict[str, Any] = {"autocompletion": _complete("offbeat.zoo", "names")}
+CLUSTER: dict[str, Any] = {
+    "metavar": "NAME|FILE",
+    "autocompletion": _complete("offbeat.cluster", "ClusterSpec.presets", ".yaml", ".yml", ".json"),
+}
+STRATEGY: dict[str, Any] = {
+    "metavar": "BUILDER|FILE",
+    "autocompletion": _complete("offbeat.strategy", "builders", ".json"),
+}
+SCRIPT: dict[str, Any] = {"metavar": "SCRIPT [ARGS]...", "autocompletion": _complete("builtins", "tuple", ".py")}
+"""Keywords of options and arguments that name one of these."""
 
 Json = Annotated[bool, Option("--json", help="Print JSON on stdout.")]
 Model = Annotated[
     str,
-    Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", autocompletion=complete_model),
+    Argument(help="A zoo model, or pkg.mod:function returning (model, example_inputs).", **MODEL),
 ]
 Scale = Annotated[float | None, Option(help="Relative size of the zoo model, above 0 and at most 1.")]
-Cluster = Annotated[
-    str, Option(metavar="NAME|FILE", help="A preset or a cluster file.", autocompletion=complete_cluster)
-]
+Cluster = Annotated[str, Option(help="A preset or a cluster file.", **CLUSTER)]
 Script = Annotated[
     list[str],
-    Argument(
-        metavar="SCRIPT [ARGS]...",
-        help="The training script and its options; put options that this command also has after '--'.",
-        autocompletion=complete_script,
-    ),
+    Argument(help="The training script and its options; put options that this command also has after '--'.", **SCRIPT),
 ]
 SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="File for the strategy.")]
 Trace = Annotated[Path, Argument(help="A recording, torch.profiler traces, or a saved timeline.")]

@@ -1,16 +1,21 @@
-"""offbeat demo: measure DDP and Offbeat on two emulated hosts."""
+"""offbeat demo and tour: DDP against Offbeat on two emulated hosts, and how to get from one to the other."""
 
 import math
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from offbeat import units
-from offbeat.cli.app import Json, app
-from offbeat.cli.catalogue import count_parameters
-from offbeat.cli.show import print_facts, print_json, print_rows, progress, stdout_to_stderr
+from offbeat.cli.app import MODEL, Json, app
+from offbeat.cli.planning import count_parameters
+from offbeat.cli.show import print_facts, print_json, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
 HOSTS = 2
@@ -19,17 +24,23 @@ LOSS_TOLERANCE = 1e-3
 BAR_CHARACTERS = 40
 OPTIONS: dict[str, dict[str, Any]] = {"transformer": {"vocabulary": 500, "shared_embeddings": False}}
 """Of zoo models. With few words, most parameters of the translation model are those of its layers."""
+SEARCH_SECONDS = 10.0
+START_SECONDS = 6.0
+"""Until the ranks of a job train; as seen on two cores."""
+UNTIMED_STEPS = 12
+"""Of each job before its first round (`demo_job.compare`), and one more in each round."""
+JOBS = ("ddp", "offbeat")
 
 
 @app.command(epilog="Example: offbeat demo --bandwidth 200Mbit/s")
 def demo(
-    model: Annotated[str, typer.Option(help="A zoo model.")] = "transformer",
-    scale: Annotated[float, typer.Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 32,
-    bandwidth: Annotated[str, typer.Option(help="Bandwidth of each host's link.")] = "450Mbit/s",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each runs every job once.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0, help="End the demo after this many seconds.")] = 240.0,
+    model: Annotated[str, Option(help="A zoo model.")] = "transformer",
+    scale: Annotated[float, Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
+    batch: Annotated[int, Option(min=1, help="Samples per rank.")] = 32,
+    bandwidth: Annotated[str, Option(help="Bandwidth of each host's link.")] = "450Mbit/s",
+    steps: Annotated[int, Option(min=1, help="Timed steps per round.")] = 6,
+    rounds: Annotated[int, Option(min=1, help="Rounds; each runs every job once.")] = 4,
+    timeout: Annotated[float, Option(min=0, help="End the demo after this many seconds.")] = 240.0,
     as_json: Json = False,
 ) -> None:
     """Train one model on two emulated hosts with DDP and with Offbeat, and compare."""
@@ -127,3 +138,98 @@ def compare_losses(ranks: list[dict[str, Any]]) -> tuple[float, bool]:
             largest = max(largest, abs(ddp - ours))
             agree &= abs(ddp - ours) <= LOSS_TOLERANCE * max(1.0, abs(ddp))
     return largest, agree
+
+
+@app.command(epilog="Example: offbeat tour -o tour/")
+def tour(
+    folder: Annotated[Path, Option("-o", "--output", help="Folder for trace, report and strategy.")] = Path("tour"),
+    model: Annotated[str, Option(help="A zoo model.", **MODEL)] = "transformer",
+    scale: Annotated[float, Option(help="Relative size of the model, above 0 and at most 1.")] = 0.4,
+    batch: Annotated[int, Option(min=1, help="Samples per rank.")] = 32,
+    bandwidth: Annotated[str, Option(help="Bandwidth of each host's link.")] = "450Mbit/s",
+    steps: Annotated[int, Option(min=2, help="Steps to record, and in each timed round.")] = 8,
+    rounds: Annotated[int, Option(min=1, help="Rounds; each runs both jobs once.")] = 3,
+    timeout: Annotated[float, Option(min=0, help="End a job after this many seconds.")] = 180.0,
+    open_report: Annotated[
+        bool | None,
+        Option("--open/--no-open", help="Open the report in the browser; by default if there is a display."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Take a tour of a few minutes: record a slow DDP job, see why, find a better strategy, and measure it."""
+    from offbeat.cli.profiling import clear_folder
+    from offbeat.emulate import Emulation
+
+    options = OPTIONS.get(model, {})
+    # Rejects a model that cannot be built before any process starts.
+    count_parameters(model, scale, batch, **options)
+    trace, page, file = folder / "trace", folder / "report.html", folder / "strategy.json"
+    clear_folder(trace)
+    job = (model, scale, batch, options, steps)
+    with stdout_to_stderr(), Emulation(HOSTS, bandwidth) as emulation:
+        say(f"1 of 4: train {model} with DDP on {HOSTS} emulated hosts at {bandwidth}, and record {steps} steps")
+        with progress("recording"):
+            emulation.run_function("offbeat.cli.demo_job:record", *job, str(trace), timeout=timeout)
+        say(f"2 of 4: offbeat report {trace} -o {page} (why is it slow?)")
+        with progress("replaying what would help"):
+            from offbeat.profile.measure import load_profile
+            from offbeat.report import write_report
+
+            profile = load_profile(trace)
+            report = write_report(page, profile, title=model, trace=str(trace))
+        say(report.headline)
+        if open_report if open_report is not None else _has_screen():
+            webbrowser.open(page.resolve().as_uri())
+        say(f"3 of 4: offbeat optimize {trace} -o {file} (is there a better strategy?)")
+        with progress("searching", SEARCH_SECONDS):
+            from offbeat.profile.whatif import replay_scale, trust_in
+            from offbeat.search.optimize import search
+            from offbeat.strategy import describe
+
+            found = search(profile.graph, profile.cluster, costs=profile.costs, time_limit=SEARCH_SECONDS)
+            found.strategy.save(file)
+            interval = trust_in(profile).interval(replay_scale(profile) * found.seconds, "strategy")
+            predicted = interval.seconds
+        doubt = interval.doubt(profile.step_seconds)
+        say(f"predicted: {interval} instead of {units.format_seconds(profile.step_seconds)} per step{doubt}")
+        for clause in describe(found.strategy):
+            say(f"- {clause}")
+        say(f'4 of 4: train with DDP and with distribute(model, optimizer, strategy="{file}") in turn')
+        each_job = UNTIMED_STEPS + rounds * (steps + 1)
+        with progress("training", about_seconds=START_SECONDS + each_job * (profile.step_seconds + predicted)):
+            ranks = emulation.run_function(
+                "offbeat.cli.demo_job:compare", *job, rounds, str(file.resolve()), timeout=timeout
+            )
+    # A round of both jobs is one comparison; of its ranks the slowest counts, for which the others wait.
+    before, after = ([max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in JOBS)
+    ratios = [ddp / ours for ddp, ours in zip(before, after, strict=True)]
+    result: dict[str, Any] = {
+        "before_seconds": median(before),
+        "after_seconds": median(after),
+        "predicted_seconds": predicted,
+        "speedup": median(before) / median(after),
+        "speedup_of_each_round": ratios,
+        "trace": str(trace),
+        "report": str(page),
+        "strategy": str(file),
+    }
+    if as_json:
+        print_json(result)
+        return
+    rows = {"before: DDP": before, f"after: {file}": after, "after, as predicted": [predicted]}
+    print_rows([{"job": name, "step_seconds": median(seconds)} for name, seconds in rows.items()], as_json=False)
+    print(f"\n{_tour_verdict(ratios)} {page} shows why DDP is slow here; open it in a browser.")
+
+
+def _tour_verdict(ratios: Sequence[float]) -> str:
+    """One sentence on the step before over the step after, round by round."""
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds"
+    if min(ratios) <= 1 <= max(ratios):
+        return f"The machine is too noisy to tell: after is {spread} times as fast as before."
+    return f"After is {median(ratios):.2f}× as fast as before ({spread})."
+
+
+def _has_screen() -> bool:
+    """Whether a browser would open its own window; one in the terminal would block the tour."""
+    shown = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return bool(shown) and sys.stderr.isatty()

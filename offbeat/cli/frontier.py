@@ -8,8 +8,7 @@ from typer import Option
 
 from offbeat import units
 from offbeat.cli.app import Cluster, Json, Model, Scale, app
-from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import capture_model
+from offbeat.cli.planning import capture_model, load_cluster
 from offbeat.cli.show import print_facts, print_json, print_rows, progress, with_intervals
 from offbeat.errors import OffbeatError
 

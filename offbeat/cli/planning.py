@@ -1,43 +1,102 @@
-"""offbeat plan and explain: the predicted time, traffic and memory of a strategy, and its description in words."""
+"""offbeat models, clusters, builders, plan and explain: what there is to choose from, and what a choice would do."""
 
 import importlib
+import inspect
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import (
-    Cluster,
-    Json,
-    Model,
-    SavedStrategy,
-    Scale,
-    app,
-    complete_cluster,
-    complete_model,
-    complete_strategy,
-)
-from offbeat.cli.catalogue import builder_words, load_cluster
-from offbeat.cli.show import print_facts, print_json, progress, with_intervals
+from offbeat import units
+from offbeat.cli.app import CLUSTER, MODEL, STRATEGY, Cluster, Json, Model, SavedStrategy, Scale, app
+from offbeat.cli.show import print_facts, print_json, print_paragraphs, print_rows, progress, with_intervals
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
+    from offbeat.cluster import ClusterSpec
     from offbeat.graph import ModelGraph
     from offbeat.plan import Plan, Task
     from offbeat.strategy import Recipe, Strategy
+
+
+@app.command(epilog="Example: offbeat models")
+def models(as_json: Json = False) -> None:
+    """List the models of the zoo with their parameters, trained tensors, and FLOPs per step for one rank's batch."""
+    from offbeat import zoo
+
+    rows = [
+        {"model": name, "parameters": size.parameters, "tensors": size.tensors, "batch": size.batch, "step": size.flops}
+        for name, size in zoo.SIZES.items()
+    ]
+    print_rows(rows, as_json, parameters="{:,}".format, step=lambda flops: units.format_flops(flops).removesuffix("/s"))
+
+
+@app.command(epilog="Example: offbeat clusters B7 --yaml > cluster.yaml")
+def clusters(
+    cluster: Annotated[
+        str | None, Argument(help="A preset or a cluster file.", **CLUSTER | {"metavar": "[NAME|FILE]"})
+    ] = None,
+    as_yaml: Annotated[bool, Option("--yaml", help="Print the cluster as a file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the cluster presets, or check and show one cluster."""
+    from offbeat.cluster import ClusterSpec
+
+    if cluster is None:
+        if as_yaml:
+            raise OffbeatError("--yaml prints one cluster: name a preset or a file")
+        print_rows([_summary(ClusterSpec.preset(name)) for name in ClusterSpec.presets()], as_json)
+        return
+    spec = load_cluster(cluster)
+    summary = _summary(spec) | {"digest": spec.digest}
+    nodes = [
+        {
+            "node": node.name,
+            "ranks": "-".join(map(str, sorted({ranks[0], ranks[-1]}))),
+            "device": node.device,
+            "memory": units.format_bytes(node.memory),
+            "peak": units.format_flops(node.peak_flops),
+            "bandwidth": units.format_bandwidth(node.bandwidth),
+            "latency": units.format_seconds(node.latency),
+            "inside": units.format_bandwidth(node.intra_bandwidth),
+        }
+        for node, ranks in zip(spec.nodes, map(spec.ranks_of, range(len(spec.nodes))), strict=True)
+    ]
+    if as_yaml:
+        print(spec.to_yaml(), end="")
+    elif as_json:
+        print_json(summary | {"node_list": nodes})
+    else:
+        print_facts(summary)
+        print()
+        print_rows(nodes, as_json=False)
+
+
+@app.command(epilog="Example: offbeat builders")
+def builders(as_json: Json = False) -> None:
+    """List the strategy builders, when to use each, and their options."""
+    from offbeat.strategy import builders as names
+
+    found = [{"builder": name, **builder_words(name)} for name in names()]
+    if as_json:
+        print_json(found)
+        return
+    for each in found:
+        options = " ".join(f"{name}={value}" for name, value in each["options"].items())
+        lines = [f"Use it {each['use']}.", each["summary"], *([f"Options: {options}"] if options else [])]
+        print_paragraphs(each["builder"], lines)
 
 
 @app.command(epilog="Example: offbeat plan bert_large --cluster B7 --strategy all_reduce --option chunk=32")
 def plan(
     model: Model,
     cluster: Cluster,
-    strategy: Annotated[
-        str, Option(metavar="BUILDER|FILE", help="A builder or a strategy file.", autocompletion=complete_strategy)
-    ] = "overlap",
+    strategy: Annotated[str, Option(help="A builder or a strategy file.", **STRATEGY)] = "overlap",
     option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="An option of the builder.")] = None,
     scale: Scale = None,
     rank: Annotated[int | None, Option(min=0, help="Derive only this rank's part.")] = None,
@@ -74,15 +133,9 @@ def plan(
 
 @app.command(epilog="Example: offbeat explain strategy.json --model resnet50 --cluster B7")
 def explain(
-    strategy: Annotated[
-        str, Argument(metavar="BUILDER|FILE", help="A strategy file or a builder.", autocompletion=complete_strategy)
-    ],
-    model: Annotated[
-        str | None, Option(help="A zoo model or pkg.mod:function, to predict the gain.", autocompletion=complete_model)
-    ] = None,
-    cluster: Annotated[
-        str | None, Option(metavar="NAME|FILE", help="The cluster for that model.", autocompletion=complete_cluster)
-    ] = None,
+    strategy: Annotated[str, Argument(help="A strategy file or a builder.", **STRATEGY)],
+    model: Annotated[str | None, Option(help="A zoo model or pkg.mod:function, to predict the gain.", **MODEL)] = None,
+    cluster: Annotated[str | None, Option(help="The cluster for that model.", **CLUSTER)] = None,
     scale: Scale = None,
     as_json: Json = False,
 ) -> None:
@@ -110,6 +163,59 @@ def explain(
         print_json(gains.to_dict() | {"words": list(words)})
     else:
         print("\n".join([gains.text(), "What it does:", *(f"- {each}" for each in words)]))
+
+
+def builder_words(name: str) -> dict[str, Any]:
+    """What a builder makes, when to use it, and its options with their defaults."""
+    # Each builder has a file named after it.
+    build = importlib.import_module(f"offbeat.strategy.builders.{name}").build
+    summary, _, rest = (inspect.getdoc(build) or "").partition("\n\n")
+    use = next(
+        (line.removeprefix("Use it ").rstrip(".") for line in rest.split("\n") if line.startswith("Use it ")), ""
+    )
+    options = {each.name: each.default for each in list(inspect.signature(build).parameters.values())[2:]}
+    return {"use": use, "summary": " ".join(summary.split()), "options": options}
+
+
+def load_cluster(text: str) -> "ClusterSpec":
+    """Loads a cluster file if the text is a file or looks like a path, else a preset."""
+    from offbeat.cluster import ClusterSpec
+
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml", ".json") or os.sep in text or path.is_file():
+        return ClusterSpec.load(path)
+    return ClusterSpec.preset(text)
+
+
+def count_parameters(name: str, scale: float, batch: int | None = None, **options: Any) -> dict[str, Any]:
+    """The size of a zoo model, which is not allocated."""
+    import torch
+
+    from offbeat import zoo
+
+    with torch.device("meta"):
+        model, example_inputs = zoo.build(name, scale, batch, **options)
+    parameters = list(model.parameters())
+    return {
+        "model": name,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "variables": sum(parameter.requires_grad for parameter in parameters),
+        "parameter_bytes": sum(parameter.numel() * parameter.itemsize for parameter in parameters),
+        "batch": example_inputs[0].shape[0],
+    }
+
+
+def _summary(spec: "ClusterSpec") -> dict[str, Any]:
+    kinds = Counter(node.device for node in spec.nodes for _ in range(node.devices))
+    rates = sorted({node.bandwidth for node in spec.nodes})
+    return {
+        "cluster": spec.name,
+        "nodes": len(spec.nodes),
+        "ranks": spec.world_size,
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "bandwidth": ", ".join(units.format_bandwidth(rate) for rate in rates),
+        "dollars_per_hour": spec.total_price_per_hour,
+    }
 
 
 def capture_model(text: str, scale: float | None) -> "ModelGraph":

@@ -14,11 +14,16 @@ from offbeat.cli.show import (
     print_json,
     progress,
     require_folder,
+    require_script,
     say,
     stdout_to_stderr,
     with_intervals,
 )
 from offbeat.errors import OffbeatError
+from offbeat.launch import inside_job, run_python
+
+RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
+"""The files of a recording, which a new one replaces."""
 
 
 @app.command(epilog="Example: offbeat profile train.py -o trace/ -n 4 -- --epochs 1", context_settings=SCRIPT_SETTINGS)
@@ -34,8 +39,6 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Run a training script, here or as a rank under torchrun, and record what every rank does."""
-    from offbeat.profile.launch import clear_folder, inside_job, require_script, run_script
-
     require_script(script[0])
     if inside_job():
         from offbeat.profile.attach import record_script
@@ -50,7 +53,7 @@ def profile(
     clear_folder(output)
     options = [str(output), str(steps), str(plain_steps), str(int(run_on)), str(int(transactions))]
     with stdout_to_stderr(as_json):
-        code = run_script(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
+        code = run_python(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
     exit_if_failed(code, timeout)
     print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
 
@@ -134,8 +137,6 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure the cost of collectives, on this machine or among the ranks of a torchrun job."""
-    from offbeat.profile.launch import inside_job, run_script
-
     require_folder(output, "cluster")
     if inside_job():
         from offbeat.profile.calibrate import main as measure_here
@@ -145,7 +146,7 @@ def calibrate(
             return
     else:
         with progress(f"measuring collectives among {ranks} ranks"), stdout_to_stderr(as_json):
-            code = run_script(["-m", "offbeat.profile.calibrate", str(output)], ranks, timeout=timeout)
+            code = run_python(["-m", "offbeat.profile.calibrate", str(output)], ranks, timeout=timeout)
         if code:
             raise OffbeatError(f"{output}: not written, because a rank ended with exit code {code}")
     from offbeat.cluster import ClusterSpec
@@ -163,6 +164,17 @@ def calibrate(
         "tables": len(spec.tables),
     }
     print_facts(facts, as_json)
+
+
+def clear_folder(folder: Path) -> None:
+    """Makes the folder and removes what an earlier recording left in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in RECORDED_FILES:
+            for path in folder.glob(pattern):
+                path.unlink()
+    except OSError as error:
+        raise OffbeatError(f"{folder}: cannot write a trace there: {error.strerror}") from None
 
 
 def _recorded(folder: Path, ranks: int) -> dict[str, Any]:

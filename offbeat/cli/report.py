@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from offbeat.cli.app import Json, Scale, Trace, app, complete_cluster, complete_model
-from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import capture_model
+from offbeat.cli.app import CLUSTER, MODEL, Json, Scale, Trace, app
+from offbeat.cli.planning import capture_model, load_cluster
 from offbeat.cli.show import print_facts, print_json, progress, require_folder, say
 from offbeat.errors import OffbeatError
 
@@ -83,13 +82,9 @@ def _name(other: Path, trace: Path) -> str:
 def view(
     trace: Annotated[Path | None, Argument(help="A recording, torch.profiler traces, or a saved timeline.")] = None,
     model: Annotated[
-        str | None,
-        Option(help="A zoo model or pkg.mod:function, instead of a recording.", autocompletion=complete_model),
+        str | None, Option(help="A zoo model or pkg.mod:function, instead of a recording.", **MODEL)
     ] = None,
-    cluster: Annotated[
-        str | None,
-        Option(metavar="NAME|FILE", help="A preset or a cluster file, for --model.", autocompletion=complete_cluster),
-    ] = None,
+    cluster: Annotated[str | None, Option(help="A preset or a cluster file, for --model.", **CLUSTER)] = None,
     scale: Scale = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port to serve on; 0 picks a free one.")] = DEFAULT_PORT,
     open_browser: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,

@@ -9,7 +9,10 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from offbeat.cli.app import (
+    CLUSTER,
+    MODEL,
     SCRIPT_SETTINGS,
+    STRATEGY,
     Json,
     Ranks,
     SavedStrategy,
@@ -17,14 +20,11 @@ from offbeat.cli.app import (
     Script,
     Timeout,
     app,
-    complete_cluster,
-    complete_model,
-    complete_strategy,
 )
-from offbeat.cli.catalogue import load_cluster
-from offbeat.cli.planning import build_model, capture_model, read_strategy
-from offbeat.cli.show import exit_if_failed, print_json, progress, stdout_to_stderr
+from offbeat.cli.planning import build_model, capture_model, load_cluster, read_strategy
+from offbeat.cli.show import exit_if_failed, print_json, progress, require_script, stdout_to_stderr
 from offbeat.errors import OffbeatError
+from offbeat.launch import inside_job, run_python
 
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
@@ -32,15 +32,11 @@ def optimize(
     source: Annotated[
         str,
         Argument(
-            help="A recording, a folder of torch.profiler traces of DDP, a zoo model, or pkg.mod:function.",
-            autocompletion=complete_model,
+            help="A recording, a folder of torch.profiler traces of DDP, a zoo model, or pkg.mod:function.", **MODEL
         ),
     ],
     output: SavedStrategy = None,
-    cluster: Annotated[
-        str | None,
-        Option(metavar="NAME|FILE", help="A preset or a file; default: as recorded.", autocompletion=complete_cluster),
-    ] = None,
+    cluster: Annotated[str | None, Option(help="A preset or a file; default: as recorded.", **CLUSTER)] = None,
     memory_limit: Annotated[str | None, Option(metavar="BYTES", help="Per device, such as 16GiB; or auto.")] = None,
     time_limit: Annotated[float, Option(min=0.1, help="Seconds to search.")] = 30.0,
     workers: Annotated[
@@ -51,7 +47,7 @@ def optimize(
         Option(
             metavar="NAME|pkg.mod:function",
             help="The recorded model: names the gradients of torch.profiler traces; needed by --measure.",
-            autocompletion=complete_model,
+            **MODEL,
         ),
     ] = None,
     scale: Scale = None,
@@ -111,9 +107,7 @@ def optimize(
 )
 def run(
     script: Script,
-    strategy: Annotated[
-        str, Option(metavar="BUILDER|FILE", help="Strategy to use instead of 'auto'.", autocompletion=complete_strategy)
-    ] = "auto",
+    strategy: Annotated[str, Option(help="Strategy to use instead of 'auto'.", **STRATEGY)] = "auto",
     ranks: Ranks = 1,
     servers: Annotated[
         int, Option(min=0, help="Extra ranks that hold no replica and serve parameters to the others.")
@@ -122,8 +116,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a script that calls distribute(), here or as a rank under torchrun, with the given strategy."""
-    from offbeat.profile.launch import inside_job, require_script, run_script
-
     require_script(script[0])
     if strategy != "auto":
         read_strategy(strategy)
@@ -138,22 +130,16 @@ def run(
         if inside_job():
             if servers:
                 raise OffbeatError("--servers: under another launcher set OFFBEAT_SERVERS to their ranks, such as 4,5")
-            from offbeat.profile.attach import run_script as run_here
+            from offbeat.profile.attach import run_script
 
             os.environ.update(variables)
-            run_here(script[0], script[1:])
+            run_script(script[0], script[1:])
         else:
             with stdout_to_stderr(as_json):
-                code = run_script(script, ranks + servers, variables, timeout)
+                code = run_python(script, ranks + servers, variables, timeout)
             if as_json:
-                facts = {
-                    "script": script[0],
-                    "strategy": strategy,
-                    "ranks": ranks,
-                    "servers": servers,
-                    "exit_code": code,
-                }
-                print_json(facts | {"distributed": called.exists()})
+                facts = {"script": script[0], "strategy": strategy, "ranks": ranks, "servers": servers}
+                print_json(facts | {"exit_code": code, "distributed": called.exists()})
             exit_if_failed(code, timeout)
         if not called.exists():
             raise OffbeatError(

@@ -37,6 +37,12 @@ def require_folder(output: Path, what: str) -> None:
         raise OffbeatError(f"{output}: cannot write the {what}: no folder {output.parent}")
 
 
+def require_script(script: str) -> None:
+    """Raises OffbeatError unless the script is a file."""
+    if not Path(script).is_file():
+        raise OffbeatError(f"{script}: no such script")
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 

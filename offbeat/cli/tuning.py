@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from offbeat import units
-from offbeat.cli.app import SCRIPT_SETTINGS, Json, app, complete_cluster, complete_script
-from offbeat.cli.catalogue import load_cluster
+from offbeat.cli.app import CLUSTER, SCRIPT, SCRIPT_SETTINGS, Json, app
+from offbeat.cli.planning import load_cluster
 from offbeat.cli.show import print_facts, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 from offbeat.launch import INTERRUPTED
@@ -33,10 +33,9 @@ def tune(
     script: Annotated[
         list[str],
         Argument(
-            metavar="SCRIPT [ARGS]...",
             help="A training script or pkg.mod:function, and its options; put options that this command also has "
             "after '--'.",
-            autocompletion=complete_script,
+            **SCRIPT,
         ),
     ],
     *,
@@ -50,10 +49,7 @@ def tune(
     master_port: Annotated[int, Option(envvar="MASTER_PORT", help="Rendezvous port on node 0.")] = 29500,
     hosts: Annotated[int | None, Option(min=1, help="Emulate this many hosts instead.")] = None,
     bandwidth: Annotated[str, Option(help="Bandwidth of every link, or one per host, comma-separated.")] = "1Gbit/s",
-    cluster: Annotated[
-        str | None,
-        Option(metavar="NAME|FILE", help="The cluster of the ranks, if known.", autocompletion=complete_cluster),
-    ] = None,
+    cluster: Annotated[str | None, Option(help="The cluster of the ranks, if known.", **CLUSTER)] = None,
     guide: Annotated[str, Option(help="combined, replay, rnn, gat, linear, predefined or random.")] = "combined",
     seed: Annotated[int, Option(min=0, help="Seed of the sampler.")] = 0,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps per trial.")] = 10,
@@ -177,7 +173,7 @@ def _machines(
 
         return LeadNode(Meeting(nodes, 0, *master), ranks)
     if hosts is not None:
-        from offbeat.cli.emulate import link_rates
+        from offbeat.cli.hosts import link_rates
         from offbeat.emulate import Emulation
 
         return Emulation(link_rates(bandwidth, hosts), bandwidth)

@@ -317,7 +317,8 @@ class Emulation:
     def _environment(self, rank: int, master_port: int) -> dict[str, str]:
         """The variables that torchrun sets for a rank, and those that keep gloo and NCCL on the emulated links."""
         host_index, local_rank = divmod(rank, self._ranks_per_host)
-        return {
+        name = self.hosts[host_index].name
+        environment = {
             # Without it torch warns on every rank that emulated hosts have no names.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
@@ -330,14 +331,13 @@ class Emulation:
             "GLOO_SOCKET_IFNAME": self.interface,
             "NCCL_SOCKET_IFNAME": self.interface,
             # Emulated hosts share memory and adapters, which NCCL would use instead of the emulated links.
-            "NCCL_HOSTID": self.hosts[host_index].name,
+            "NCCL_HOSTID": name,
             "NCCL_IB_DISABLE": "1",
-            **(self._gpu_variables(host_index, local_rank) if self._gpu is not None else {}),
         }
-
-    def _gpu_variables(self, host_index: int, local_rank: int) -> dict[str, str]:
-        name = self.hosts[host_index].name
+        if self._gpu is None:
+            return environment
         return {
+            **environment,
             **self._gpu_environment,
             # As the service numbers devices: it has one.
             "CUDA_VISIBLE_DEVICES": "0",

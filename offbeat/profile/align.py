@@ -2,8 +2,8 @@
 
 The clock of a machine shows local = reference + (true - reference) * (1 + drift) + offset, where rank 0's clock is the
 true one. It follows from the ends of barrier-like collectives (all-reduce, all-gather, barrier, ...), which all
-participants leave nearly together (`clockfit`), and, by dPRO section 4.2, from RECVs of the same tensor, which take
-equally long (`recvfit`).
+participants leave nearly together, and, by dPRO section 4.2, from RECVs of the same tensor, which take equally long
+(`clockfit`).
 
 dPRO's second objective O2 (ranks of a machine have equal offsets) holds exactly here: one clock per machine. Its
 dependency constraints hold too: nobody leaves a collective, and no RECV ends, before the last has joined or the SEND
@@ -20,7 +20,6 @@ import numpy as np
 from offbeat.errors import OffbeatError
 from offbeat.profile import clockfit
 from offbeat.profile.clockfit import RECEIVE, ROOTED, SEND, TOGETHER, CommunicationEvents, Floats, Ints
-from offbeat.profile.recvfit import compare_transfers
 from offbeat.timeline import KINDS, Timeline
 from offbeat.units import format_seconds
 
@@ -108,7 +107,7 @@ def clock_offsets(events: CommunicationEvents, machine: Mapping[int, Hashable] |
     window = clockfit.Window(middle=(first + last) / 2, half=max((last - first) / 2, 1e-3))
     free = np.flatnonzero(component != np.arange(count))
     pairs, kept = clockfit.compare_ends(ends, window)
-    pairs += compare_transfers(transfers, window)
+    pairs += clockfit.compare_transfers(transfers, window)
     offset, drift, hessian = clockfit.solve(pairs, count, free, window)
     bounds = np.full((count, count), np.inf) if len(lacking) else clockfit.end_bounds(ends, drift, kept, window)
     for pair in pairs:

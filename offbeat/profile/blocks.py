@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.blocks import blocks
 from offbeat.graph.model import BlockTimes, Way
-from offbeat.runtime.fusion import compiled
+from offbeat.runtime.fusion import compiled, in_turn
 from offbeat.runtime.memory import autocast, recomputed
 from offbeat.runtime.sync.encoders import make_encoder
 from offbeat.strategy import Encoder
@@ -58,20 +58,11 @@ class Call:
     result: Any
 
 
-@dataclass
-class Timing:
-    """What `time_blocks` found."""
-
-    graph: ModelGraph
-    """With the blocks' times."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be timed, and why."""
-
-
 def time_blocks(
     graph: ModelGraph, model: nn.Module, example_inputs: Any, ways: Sequence[Way] = ("compiled", "recomputed")
-) -> Timing:
-    """The graph with what its blocks take on the device where the model lies, as they are and in these ways.
+) -> tuple[ModelGraph, list[str]]:
+    """The graph with what its blocks take on the device where the model lies, as they are and in these ways; and notes
+    on what could not be timed, and why.
 
     The model's parameters, buffers and random numbers stay as they are.
     """
@@ -79,34 +70,30 @@ def time_blocks(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OffbeatError(f"{graph.name}: its blocks cannot be timed, because the model is on the meta device")
     with _untouched(model):
-        return _time_blocks(graph, model, inputs, ways)
-
-
-def _time_blocks(graph: ModelGraph, model: nn.Module, inputs: Sequence[Any], ways: Sequence[Way]) -> Timing:
-    calls = _calls(model, blocks(graph), inputs)
-    regions = _regions(model, calls)
-    # Without the results, which hold all that backward would need.
-    kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
-    del calls
-    wanted: list[tuple[tuple[str, ...], tuple[Way, ...]]] = [(region, ("eager", *ways)) for region in regions]
-    if "recomputed" in ways:
-        wanted += [((path,), ("eager", "recomputed")) for region in regions if len(region) > 1 for path in region]
-    known: dict[str, tuple[Times, Errors]] = {}
-    found, failed = [], dict[str, str]()
-    for paths, asked in wanted:
-        modules = [model.get_submodule(path) for path in paths]
-        call, count = kept[paths[0]]
-        key = _key(modules, call, asked)
-        if key not in known:
-            known[key] = _timed(key, modules, call, asked)
-        times, errors = known[key]
-        failed |= {f"{key} {way}": f"{' '.join(paths)}, {way}: {why}" for way, why in errors.items()}
-        if times:
-            found.append(BlockTimes(paths, {way: (fw * count, bw * count) for way, (fw, bw) in times.items()}))
-    if not found:
-        raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
-    notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
-    return Timing(graph.with_blocks(found), notes)
+        calls = _calls(model, blocks(graph), inputs)
+        regions = _regions(model, calls)
+        # Without the results, which hold all that backward would need.
+        kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
+        del calls
+        wanted: list[tuple[tuple[str, ...], tuple[Way, ...]]] = [(region, ("eager", *ways)) for region in regions]
+        if "recomputed" in ways:
+            wanted += [((path,), ("eager", "recomputed")) for region in regions if len(region) > 1 for path in region]
+        known: dict[str, tuple[Times, Errors]] = {}
+        found, failed = [], dict[str, str]()
+        for paths, asked in wanted:
+            modules = [model.get_submodule(path) for path in paths]
+            call, count = kept[paths[0]]
+            key = _key(modules, call, asked)
+            if key not in known:
+                known[key] = _timed(key, modules, call, asked)
+            times, errors = known[key]
+            failed |= {f"{key} {way}": f"{' '.join(paths)}, {way}: {why}" for way, why in errors.items()}
+            if times:
+                found.append(BlockTimes(paths, {way: (fw * count, bw * count) for way, (fw, bw) in times.items()}))
+        if not found:
+            raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
+        notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
+        return graph.with_blocks(found), notes
 
 
 def _first(failed: Mapping[str, str]) -> str:
@@ -260,7 +247,7 @@ def _timed(key: str, modules: Sequence[nn.Module], call: Call, ways: Sequence[Wa
     device = _device(call, modules)
     runs: dict[Way, Callable[..., Any]] = {}
     for way in ways:
-        run = compiled(forwards) if way.startswith("compiled") else partial(_in_turn, forwards)
+        run = (compiled if way.startswith("compiled") else in_turn)(forwards)
         if way == "recomputed":
             run = partial(recomputed, run)
         runs[way] = partial(autocast, run, device.type) if way.endswith("bf16") else run
@@ -296,13 +283,6 @@ def _pair(raw: Any) -> Pair:
     if not (forward >= 0 and backward >= 0):
         raise ValueError("seconds are not negative")
     return forward, backward
-
-
-def _in_turn(forwards: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    value = forwards[0](*args, **kwargs)
-    for forward in forwards[1:]:
-        value = forward(value)
-    return value
 
 
 def _run(run: Callable[..., Any], modules: Sequence[nn.Module], call: Call, device: torch.device) -> Pair:

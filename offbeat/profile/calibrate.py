@@ -47,14 +47,7 @@ from offbeat.torch_private import default_group
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather")
 """What jobs use."""
-SURVEYED: tuple[Collective, ...] = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-)
+SURVEYED: tuple[Collective, ...] = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 """What a cluster file has tables of."""
 SIZES = tuple(2**power for power in (12, 14, 16, 18, 20, 21, 22))
 LARGE_BYTES = 2**18
@@ -297,18 +290,15 @@ def device_figures(device: torch.device, size: int = MULTIPLIED, copied: int = C
     """A node's fields about its device: name, memory, and FLOP and bytes per second as measured here and now."""
     known = torch.cuda.get_device_properties(device)
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    # Random values: on zeros a GPU draws less power and multiplies faster.
+    matrices = [torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)]
     return {
         "device": known.name,
         "memory": known.total_memory,
-        "peak_flops": 2 * size**3 / _seconds(partial(torch.matmul, *_matrices(size, dtype, device)), device),
+        "peak_flops": 2 * size**3 / _seconds(partial(torch.matmul, *matrices), device),
         # A copy reads and writes.
         "memory_bandwidth": 2 * copied / _seconds(torch.empty(copied, dtype=torch.uint8, device=device).clone, device),
     }
-
-
-def _matrices(size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    # Random values: on zeros a GPU draws less power and multiplies faster.
-    return [torch.randn(size, size, dtype=dtype, device=device) for _ in range(2)]
 
 
 def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:

@@ -1,15 +1,18 @@
-"""Record the collectives of jobs without Offbeat's engine: DDP's buckets and torch.distributed's calls."""
+"""Record communication outside Offbeat's engine: DDP's buckets, torch.distributed's calls, messages to one rank."""
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.runtime.comm import Channel
 from offbeat.runtime.lifetime import callbacks
 from offbeat.timeline.clock import DeviceMoment, Moment
 from offbeat.torch_private import has_communication_hook
@@ -30,6 +33,7 @@ _CALLS = {
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
 """FSDP2 calls the `_single` ones, which older releases of torch do not have."""
+_KINDS: tuple[Literal["send", "recv"], ...] = ("send", "recv")
 LEAST_WAIT_SECONDS = 2e-5
 """Shorter waits are not noted."""
 _LISTENER = "_offbeat_listener"
@@ -110,10 +114,16 @@ def _marks(group: dist.ProcessGroup | None) -> torch.cuda.Stream | None:
     return torch.cuda.Stream() if dist.get_backend(group) == "nccl" else None
 
 
-def patch(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replaces an attribute until `undo` is closed."""
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+def wrap(undo: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Until `undo` is closed, `call` stands for a function of `owner`: it is given the original, then the arguments."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    undo.callback(setattr, owner, name, original)
+    setattr(owner, name, wrapped)
 
 
 class CollectiveListener:
@@ -127,54 +137,115 @@ class CollectiveListener:
         """By the process group's id."""
         for name, what in _CALLS.items():
             if hasattr(dist, name):
-                patch(recorder.undo, dist, name, self._listening(name, *what))
-        patch(recorder.undo, dist.Work, "wait", self._waiting(dist.Work.wait))
+                wrap(recorder.undo, dist, name, partial(self._call, name, *what))
+        wrap(recorder.undo, dist.Work, "wait", self._wait)
 
-    def _listening(self, name: str, kind: str, place: int, keyword: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
+    def _call(
+        self, name: str, kind: str, place: int, keyword: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.inside:
+            return original(*args, **kwargs)
+        queued = self.recorder.clock.now()
+        self.inside = True
+        try:
+            work = original(*args, **kwargs)
+        finally:
+            self.inside = False
+        tensor = args[place] if len(args) > place else kwargs.get(keyword)
+        size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+        number, group = self.recorder.issued, kwargs.get("group")
+        self.recorder.issued += 1
+        what = (number, kind, f"{name}.{number}", size, dist.get_world_size(group))
+        if work is None:
+            end = self.recorder.clock.now()
+            self.recorder.collective(*what, queued, queued, end)
+            self.recorder.local("wait", (), queued, end)
+        else:
+            callbacks.add(work)
+            if id(group) not in self.marks:
+                self.marks[id(group)] = _marks(group)
+            _report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
+        return work
 
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return original(*args, **kwargs)
-            queued = self.recorder.clock.now()
-            self.inside = True
-            try:
-                work = original(*args, **kwargs)
-            finally:
-                self.inside = False
-            tensor = args[place] if len(args) > place else kwargs.get(keyword)
-            size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-            number = self.recorder.issued
-            self.recorder.issued += 1
-            what = (number, kind, f"{name}.{number}", size, dist.get_world_size(kwargs.get("group")))
+    def _wait(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.inside:
+            return original(*args, **kwargs)
+        begin = self.recorder.clock.now()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end = self.recorder.clock.now()
+            short = isinstance(begin, float) and isinstance(end, float) and end - begin <= LEAST_WAIT_SECONDS
+            if not short:
+                self.recorder.local("wait", (), begin, end)
 
-            if work is None:
-                end = self.recorder.clock.now()
-                self.recorder.collective(*what, queued, queued, end)
-                self.recorder.local("wait", (), queued, end)
-            else:
-                callbacks.add(work)
-                group = kwargs.get("group")
-                if id(group) not in self.marks:
-                    self.marks[id(group)] = _marks(group)
-                _report_end(work, partial(self.recorder.collective, *what, queued, queued), self.marks[id(group)])
-            return work
 
-        return call
+class TransactionListener:
+    """Notes messages between two ranks while there is a recorder: dPRO's SENDs and RECVs, as each side saw them.
 
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return original(*args, **kwargs)
-            begin = self.recorder.clock.now()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                end = self.recorder.clock.now()
-                short = isinstance(begin, float) and isinstance(end, float) and end - begin <= LEAST_WAIT_SECONDS
-                if not short:
-                    self.recorder.local("wait", (), begin, end)
+    torch's `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv` all end in a process group's `send` and `recv`,
+    which are wrapped here; so are those of the channel on which Offbeat's asynchronous servers talk. Both sides count
+    the messages of each way and tag, which is how a SEND finds its RECV. A message is over when its work has been
+    waited for: the backends report no earlier moment. A receive from any rank (`src=None`) is not noted.
+    """
 
-        return wait
+    def __init__(self, recorder: "Recorder") -> None:
+        self.recorder = recorder
+        self.numbers: Counter[tuple[str, int, int]] = Counter()
+        """Messages so far by kind, peer and tag."""
+        self.open: dict[int, tuple[Any, list[tuple[Any, ...]]]] = {}
+        """By its id, a work that nobody has waited for, and the messages that are over with it."""
+        self.batch: list[tuple[Any, ...]] | None = None
+        """The messages of the batch that is being issued."""
+        self.lock = threading.Lock()
+        for kind in _KINDS:
+            wrap(recorder.undo, dist.ProcessGroup, kind, partial(self._issue, kind))
+        wrap(recorder.undo, dist, "batch_isend_irecv", self._batch)
+        wrap(recorder.undo, dist.Work, "wait", self._wait)
+
+    def listen_to_channel(self, channel: Channel) -> None:
+        """Notes what this rank sends and receives on a channel of Offbeat's runtime."""
+        for kind in _KINDS:
+            wrap(self.recorder.undo, channel, kind, partial(self._exchange, kind))
+
+    def _number(self, kind: str, peer: int, tag: int) -> int:
+        with self.lock:
+            self.numbers[kind, peer, tag] += 1
+            return self.numbers[kind, peer, tag] - 1
+
+    def _issue(self, kind: str, original: Callable[..., Any], group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
+        queued = self.recorder.clock.now()
+        work = original(group, tensors, peer, tag)
+        there = dist.get_process_group_ranks(group)[peer]
+        size = sum(tensor.nbytes for tensor in tensors)
+        row = (kind, there, tag, self._number(kind, there, tag), size, queued)
+        if self.batch is not None:
+            self.batch.append(row)
+        else:
+            self.open[id(work)] = work, [row]
+        return work
+
+    def _batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.batch = []
+        try:
+            works = original(*args, **kwargs)
+        finally:
+            rows, self.batch = self.batch, None
+        # NCCL has one work for all of them.
+        each = [[row] for row in rows] if len(works) == len(rows) else [rows]
+        for work, part in zip(works, each, strict=False):
+            self.open[id(work)] = work, part
+        return works
+
+    def _wait(self, original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(work, *args, **kwargs)
+        _, rows = self.open.pop(id(work), (None, ()))
+        for row in rows:
+            self.recorder.messages.append((*row, self.recorder.clock.now()))
+        return answer
+
+    def _exchange(self, kind: str, original: Callable[..., Any], tensor: Any, peer: int, tag: int) -> None:
+        queued = self.recorder.clock.now()
+        original(tensor, peer, tag)
+        number = self._number(kind, peer, tag)
+        self.recorder.messages.append((kind, peer, tag, number, tensor.nbytes, queued, self.recorder.clock.now()))

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -36,10 +37,8 @@ from offbeat.plan import Plan, Task
 from offbeat.profile.calibrate import calibrate_job
 from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
-from offbeat.profile.listen import CollectiveListener, listen_to_buckets, patch
+from offbeat.profile.listen import CollectiveListener, TransactionListener, listen_to_buckets, wrap
 from offbeat.profile.plans import PlanWriter
-from offbeat.profile.ticks import exchange_ticks
-from offbeat.profile.transactions import TransactionListener
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.faults import explain
@@ -200,9 +199,8 @@ class Recorder:
             self.undo.callback(module.register_forward_pre_hook(self._forward_begins, prepend=True).remove)
             self.undo.callback(module.register_forward_hook(self._forward_ends, always_call=True).remove)
             return
-        forward = split.forward
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
             self._forward_begins(split, args)
             try:
@@ -210,7 +208,7 @@ class Recorder:
             finally:
                 self._forward_ends()
 
-        patch(self.undo, split, "forward", noted)
+        wrap(self.undo, split, "forward", noted)
 
     def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
@@ -272,12 +270,13 @@ class Recorder:
         CollectiveListener(self)
 
     def _header(self, model: torch.nn.Module) -> dict[str, Any]:
+        device = next(model.parameters()).device
         return {
             "offbeat_trace": FORMAT,
             "rank": self.rank,
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "backend": dist.get_backend() if dist.is_initialized() else "",
-            "device": _device_name(next(model.parameters()).device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "job": self.kind,
             "machine": machine_name(),
             **this_place()._asdict(),
@@ -339,12 +338,12 @@ class Recorder:
 
     def _note_memory(self, optimizer: torch.optim.Optimizer) -> None:
         found = self.footprint.updated(optimizer) if self.footprint is not None else None
-        if found is not None and self.runtime is not None:
-            found["sparse"] = [
-                (each.name, each.sparse_rows) for each in self.runtime.plan.graph.variables if each.sparse
-            ]
-        if found is not None:
-            self._write({"memory": found})
+        if found is None:
+            return
+        if self.runtime is not None:
+            variables = self.runtime.plan.graph.variables
+            found["sparse"] = [(each.name, each.sparse_rows) for each in variables if each.sparse]
+        self._write({"memory": found})
 
     def communication(self, step: int, task: Task, queued: Moment, issued: Moment, finished: Moment) -> None:
         """A collective of Offbeat's runtime; see `offbeat.timeline.observer`."""
@@ -378,10 +377,8 @@ class Recorder:
 
 def _last_moments(line: dict[str, Any]) -> list[Moment]:
     """The moments of a line after which all of its times are known."""
-    return [
-        line.get("end", 0.0),
-        *(row[-1] for name in ("communication", "transactions") for row in line.get(name, ())),
-    ]
+    ended = (row[-1] for name in ("communication", "transactions") for row in line.get(name, ()))
+    return [line.get("end", 0.0), *ended]
 
 
 def runtime_of(module: torch.nn.Module) -> Runtime | None:
@@ -390,14 +387,32 @@ def runtime_of(module: torch.nn.Module) -> Runtime | None:
     return attached if isinstance(attached, Runtime) else None
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether a forward of this module is part of a training step."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
     return trains and torch.is_grad_enabled() and not is_capturing()
+
+
+def exchange_ticks(count: int) -> list[tuple[int, float, float]]:
+    """This rank's part of so many round trips with each peer: `lines.Tick`s. Every rank must call it."""
+    rank = dist.get_rank()
+    tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    times = []
+    for peer in range(1, dist.get_world_size()) if rank == 0 else (rank,):
+        for _ in range(count):
+            begin = time.perf_counter()
+            if rank == 0:
+                dist.send(tensor, peer)
+                dist.recv(tensor, peer)
+            else:
+                dist.recv(tensor, 0)
+            if tensor.is_cuda:
+                torch.cuda.synchronize()
+            end = time.perf_counter()
+            times.append((peer, begin if rank == 0 else end, end))
+            if rank != 0:
+                dist.send(tensor, 0)
+    return times
 
 
 class MemoryRecorder(Recorder):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from offbeat.errors import OffbeatError
 from offbeat.profile.align import apply, clock_offsets, communication_events
-from offbeat.profile.kineto import combine, load_folder, read_trace
+from offbeat.profile.kineto import combine, load_folder
 from offbeat.profile.measure import Profile, load_profile
+from offbeat.profile.tracefile import load
 from offbeat.timeline import Timeline
 from offbeat.timeline.stream import EventStream
 
@@ -26,7 +27,7 @@ def load_recording(path: str | PathLike[str]) -> Profile | Timeline:
         # In a timeline that Offbeat wrote, its own object comes before the events.
         stream = EventStream(place, ("offbeat",))
         next(iter(stream), None)
-        return Timeline.load(place) if "offbeat" in stream.header else read_trace(place, rank=0)
+        return Timeline.load(place) if "offbeat" in stream.header else combine([load(place, rank=0)])
     if any(place.glob("rank*.jsonl")):
         return load_profile(place)
     traces, notes = load_folder(place)

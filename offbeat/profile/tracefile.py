@@ -54,7 +54,7 @@ class Collective:
     peer: int = -1
     """The other rank of a send or recv, -1 where unknown."""
     sequence: int = -1
-    """Its number within its group, the same on all participants; -1 where unknown, see `offbeat.profile.flight`."""
+    """Its number within its group, the same on all participants; -1 where unknown, see `kineto.join`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Trace:
 
 
 def load(path: str | os.PathLike[str], rank: int | None = None) -> Trace:
-    """Reads one file in little memory whatever its size."""
+    """Reads one file in little memory; `rank` counts where neither the file nor its name says which it is."""
     stream = EventStream(path, _HEADER)
     collector = _Collector()
     for batch in stream:

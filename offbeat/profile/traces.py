@@ -140,10 +140,8 @@ def _compared_clocks(traces: list[RankTrace]) -> tuple[Alignment | None, tuple[s
                     f"{trace.path}: rank 0 exchanged no message with rank {trace.rank} to compare clocks"
                 )
             # A message is received between its sending and the answer.
-            least, most = (
-                max(at - end for (_, end), (_, at, _) in pairs),
-                min(at - begin for (begin, _), (_, at, _) in pairs),
-            )
+            least = max(at - end for (_, end), (_, at, _) in pairs)
+            most = min(at - begin for (begin, _), (_, at, _) in pairs)
             if least > most + CLOCK_READING_SECONDS and trace.machine != traces[0].machine:
                 return None, (_contradiction(trace, f"round trips differ by {format_seconds(least - most)}"),)
             found.append(min((end - begin, at - (begin + end) / 2) for (begin, end), (_, at, _) in pairs))

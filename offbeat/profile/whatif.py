@@ -44,13 +44,13 @@ EXAMPLES = (
 PLANNED_JOBS = ("offbeat", "ddp")
 """Jobs whose plan is known from their trace."""
 WIRES = ("fp16", "bf16", "none")
-_WORDS = {"workers": "{0.number} workers", "straggler": "rank {0.number} computes {0.factor:g}x as long"}
-_WORDS |= {
-    f"{level}_{figure}": f"{{0.factor:g}}x {figure} {where} nodes"
-    for level, where in (("inter", "between"), ("intra", "within"))
-    for figure in ("bandwidth", "latency")
-}
-_WORDS |= {
+_WORDS = {
+    "workers": "{0.number} workers",
+    "straggler": "rank {0.number} computes {0.factor:g}x as long",
+    "inter_bandwidth": "{0.factor:g}x bandwidth between nodes",
+    "inter_latency": "{0.factor:g}x latency between nodes",
+    "intra_bandwidth": "{0.factor:g}x bandwidth within nodes",
+    "intra_latency": "{0.factor:g}x latency within nodes",
     "strategy": "strategy {0.name}",
     "wire": "{0.name} on the wire",
     "compute": "{0.factor:g}x as fast computing",

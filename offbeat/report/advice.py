@@ -26,10 +26,7 @@ MOST_REPLAYED_SPANS = 150_000
 """Of longer traces, only the last steps are replayed, which takes a few seconds."""
 SHOWN_STRATEGIES = 3
 _COMMUNICATION = KINDS.index("communication")
-_LINKS = (
-    ("Links with twice the bandwidth", "bandwidth=2x"),
-    ("Links with half the latency", "latency=0.5x"),
-)
+_LINKS = (("Links with twice the bandwidth", "bandwidth=2x"), ("Links with half the latency", "latency=0.5x"))
 _LEVELS = (
     ("Links between nodes with twice the bandwidth", "inter_bandwidth=2x"),
     ("Links within nodes with twice the bandwidth", "intra_bandwidth=2x"),

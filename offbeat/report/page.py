@@ -45,6 +45,7 @@ def render(report: Report) -> str:
     # No HTML parser takes the escaped JSON for the end of its element.
     numbers = orjson.dumps(_numbers(report)).decode()
     numbers = numbers.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    measured = report.step_seconds if report.timeline.source == "measured" else None
     return _template().render(
         report=report,
         diagnosis=report.diagnosis,
@@ -54,7 +55,7 @@ def render(report: Report) -> str:
         policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
-        frontier=Markup(svg(report.frontier, measured_seconds=_measured(report)) if report.frontier else ""),
+        frontier=Markup(svg(report.frontier, measured_seconds=measured) if report.frontier else ""),
         frontier_table=Markup(table(report.frontier) if report.frontier else ""),
         data=Markup(numbers),
         scenes=_scenes(report),
@@ -62,10 +63,6 @@ def render(report: Report) -> str:
         comparison_rows=report.comparison.rows if report.comparison else [],
         strategies=[explanation.text().split("\n") for explanation in report.explanations],
     )
-
-
-def _measured(report: Report) -> float | None:
-    return report.step_seconds if report.timeline.source == "measured" else None
 
 
 @cache

@@ -4,25 +4,30 @@ The page is for the user who started the server. Other users of the machine can 
 random token, and a request without it is refused: the page and its assets carry it in their query, requests for numbers
 in a header. Other pages in the user's browser are kept out as well: the Host header must name this address (or a
 foreign name that resolves to it could read the page), and the Origin must be the page's own. Nothing of a request
-reaches the file system. Each client has a thread of its own, so that slow and silent ones hold up no other; a call
-ends when its client leaves (`abandon.py`).
+reaches the file system. Each client has a thread of its own, so that slow and silent ones hold up no other.
+
+A page that cancels a replay, or is closed, closes its connection, and the call ends. Replays are plain Python around
+short compiled kernels, so the thread that replays is interrupted between two of its instructions; a kernel ends first.
 """
 
+import ctypes
 import errno
 import json
 import logging
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+import select
+import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from offbeat import files
 from offbeat.errors import OffbeatError
-from offbeat.report.abandon import Abandoned, waiting_turn, while_connected
 from offbeat.report.live import Session, State
 from offbeat.report.page import asset
 
@@ -51,6 +56,8 @@ _CANNOT_LISTEN = {
     errno.EADDRINUSE: "is taken by another program; name another, or 0 for any that is free",
     errno.EACCES: "needs rights that you do not have; name one above 1023, or 0 for any that is free",
 }
+WATCH_SECONDS = 0.05
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -208,3 +215,50 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+class Abandoned(BaseException):
+    """The client has left: no `except Exception` on the way may keep the call going."""
+
+
+def client_has_left(connection: socket.socket, wait_seconds: float = 0.0) -> bool:
+    """Whether the other end has closed the connection, told after at most `wait_seconds`."""
+    try:
+        readable, _, _ = select.select([connection], [], [], wait_seconds)
+        return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
+        return True
+
+
+@contextmanager
+def waiting_turn(lock: threading.Lock, connection: socket.socket) -> Generator[None, None, None]:
+    """Holds the lock for the block; Abandoned if the client leaves before it is free."""
+    while not lock.acquire(timeout=WATCH_SECONDS):
+        if client_has_left(connection):
+            raise Abandoned
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def while_connected(connection: socket.socket, call: Callable[[], _Result]) -> _Result:
+    """The result of `call`; raises Abandoned inside it when the client leaves."""
+    thread, ended, ending = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        while not ended.is_set():
+            if client_has_left(connection, WATCH_SECONDS):
+                with ending:
+                    if not ended.is_set():
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Abandoned))
+                return
+            # A client that has sent more than its request makes the connection readable for good.
+            ended.wait(WATCH_SECONDS)
+
+    threading.Thread(target=watch, name="offbeat-client", daemon=True).start()
+    try:
+        return call()
+    finally:
+        with ending:
+            ended.set()

@@ -11,12 +11,7 @@ from numpy.typing import NDArray
 from offbeat.timeline import Timeline
 from offbeat.timeline.diagnosis import Diagnosis, RankTime, name_ranks
 
-PARTS = {
-    "compute": "compute",
-    "exposed": "exposed communication",
-    "waiting": "waiting for other ranks",
-    "idle": "idle",
-}
+PARTS = {"compute": "compute", "exposed": "exposed communication", "waiting": "waiting for other ranks", "idle": "idle"}
 """What each moment of a step is, and its label; the parts add up to the step."""
 
 
@@ -85,13 +80,9 @@ def parts_of(diagnosis: Diagnosis) -> dict[str, float]:
 
 
 def rank_rows(ranks: Sequence[RankTime]) -> list[dict[str, Any]]:
-    """Ranks that spend their step alike share a row."""
-    alike: dict[tuple[float, ...], list[RankTime]] = {}
+    """Seconds of each part of a step on each rank; ranks that spend their step alike share a row."""
+    alike: dict[tuple[float, ...], tuple[dict[str, float], list[int]]] = {}
     for rank in ranks:
-        alike.setdefault(tuple(round(seconds, 7) for seconds in rank_parts(rank).values()), []).append(rank)
-    return [{"label": name_ranks(one.rank for one in row), "values": rank_parts(row[0])} for row in alike.values()]
-
-
-def rank_parts(rank: RankTime) -> dict[str, float]:
-    """Seconds of each part of a step on one rank."""
-    return {key: getattr(rank, f"{key}_seconds") for key in PARTS}
+        parts = {key: getattr(rank, f"{key}_seconds") for key in PARTS}
+        alike.setdefault(tuple(round(seconds, 7) for seconds in parts.values()), (parts, []))[1].append(rank.rank)
+    return [{"label": name_ranks(same), "values": parts} for parts, same in alike.values()]

@@ -30,8 +30,8 @@ backend = "inductor"
 _numbers = count()
 
 
-def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """One compiled function that passes its arguments to the first module and each output to the next."""
+def in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """A function that passes its arguments to the first of these and each output to the next."""
     first, *others = forwards
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -40,6 +40,12 @@ def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
             value = forward(value)
         return value
 
+    return run
+
+
+def compiled(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """`in_turn`, compiled."""
+    run: Any = in_turn(forwards)
     # Torch counts compilations per code object and gives up after eight: each region gets its own code.
     run.__code__ = run.__code__.replace(co_name=f"region{next(_numbers)}")
     return torch.compile(run, backend=backend, dynamic=False)

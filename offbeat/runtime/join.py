@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.engine.phases import Phase
+from offbeat.runtime.engine.gradients import Phase
 from offbeat.runtime.faults import explain
 
 if TYPE_CHECKING:

@@ -47,11 +47,7 @@ def autocast(forward: Callable[..., Any], device: str, *args: Any, **kwargs: Any
     """A forward under autocast to bfloat16. It returns float32, as autocast makes it for a loss inside."""
     with torch.autocast(device, torch.bfloat16):
         result = forward(*args, **kwargs)
-    return pytree.tree_map_only(torch.Tensor, _widened, result)
-
-
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.dtype == torch.bfloat16 else value
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, result)
 
 
 class MicroBatches(Forward):

@@ -2,7 +2,7 @@
 
 It has the same model and optimizer as they have, and follows the same plan with gradients of zero: what it owns is
 reduced to it, it applies the update with its own optimizer state and sends the parameters back. The first replica tells
-it which part of a step comes next (`offbeat.runtime.comm.commands`).
+it which part of a step comes next (`Commands` in `offbeat.runtime.comm.channels`).
 """
 
 from datetime import timedelta

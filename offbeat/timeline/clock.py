@@ -9,6 +9,7 @@ lie between two marks, by the host's clock. Both clocks give seconds of `time.pe
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
@@ -50,24 +51,20 @@ class DeviceMoment:
         self.unused[self.device].append(self.event)
 
 
+@dataclass(eq=False, slots=True)
 class Gap:
     """What lies between two marks on a stream; the second one may still be missing."""
 
-    __slots__ = ("after", "before")
-
-    def __init__(self, before: DeviceMoment) -> None:
-        self.before = before
-        self.after: DeviceMoment | None = None
+    before: DeviceMoment
+    after: DeviceMoment | None = None
 
 
+@dataclass(eq=False, slots=True)
 class BetweenMarks:
     """A moment of a stream at which there is no mark."""
 
-    __slots__ = ("gap", "host")
-
-    def __init__(self, gap: Gap, host: float) -> None:
-        self.gap = gap
-        self.host = host
+    gap: Gap
+    host: float
 
 
 Moment = float | DeviceMoment | BetweenMarks

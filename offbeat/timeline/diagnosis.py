@@ -135,7 +135,8 @@ def diagnose(timeline: Timeline, most_blamed: int = 5) -> Diagnosis:
     if not (np.diff(marks, axis=1) >= 0).all():
         raise OffbeatError("timeline: marks: a step ends before it begins")
     steps, step_seconds, timeline = marks.shape[1] - 1, timeline.iteration_time, _without_cut_step(timeline)
-    ready = _ready(timeline)
+    # When each span could have started for its own rank.
+    ready = timeline.start if timeline.source == "measured" else np.fmin(timeline.queued, timeline.start)
     late = last_to_start(replace(timeline, start=ready))
     sweep = _sweep(timeline, ready, late)
     mean = float(sweep.seconds.sum(axis=2).mean())
@@ -216,11 +217,6 @@ class _Sweep(NamedTuple):
     exposed: Floats
     """Seconds due to each of these."""
     waiting: Floats
-
-
-def _ready(timeline: Timeline) -> Floats:
-    """When each span could have started for its own rank."""
-    return timeline.start if timeline.source == "measured" else np.fmin(timeline.queued, timeline.start)
 
 
 def _sweep(timeline: Timeline, ready: Floats, late: Integers) -> _Sweep:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from training import _cluster, _distributed
 
-from offbeat.runtime.engine.portions import Portions
+from offbeat.runtime.engine.components import Portions
 
 Make = Callable[[], nn.Module]
 Optimize = Callable[[nn.Module], torch.optim.Optimizer]

@@ -25,7 +25,7 @@ from emulated_ranks import (
     transfer_rate,
 )
 
-from offbeat.cli.emulate import run_shown
+from offbeat.cli.hosts import run_shown
 from offbeat.emulate import Emulation, RankError
 from offbeat.errors import EmulationError, OffbeatError
 from offbeat.profile.measure import load_profile

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.cli.emulate import run_shown
+from offbeat.cli.hosts import run_shown
 from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli.launch import remote_nodes
+from offbeat.cli.hosts import remote_nodes
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError

@@ -17,8 +17,7 @@ from harness import run_script
 from typer.testing import CliRunner
 
 from offbeat.cli import app, main
-from offbeat.launch import LocalJob, RankEnd
-from offbeat.profile import launch
+from offbeat.launch import LocalJob, RankEnd, run_python
 from offbeat.profile.measure import Profile, load_profile
 from offbeat.profile.source import load_recording
 from offbeat.profile.traces import read_traces
@@ -228,8 +227,8 @@ def test_a_ddp_job_can_be_recorded_again(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [RankEnd(0, 3, "exited", seconds=2.0), RankEnd(1, 7, "exited", seconds=1.0)]
-    monkeypatch.setattr(LocalJob, "finish", lambda job: ends)
-    assert launch.run_script(["-c", ""], 2) == 7
+    monkeypatch.setattr(LocalJob, "finish", lambda job, timed_out: ends)
+    assert run_python(["-c", ""], 2) == 7
 
 
 def test_one_rank_by_default(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ FOLDER_FILES = {"recorder": "rank0.jsonl", "trials": "domain/trials.jsonl"}
 def readers() -> dict[str, Callable[[Path], Any]]:
     """What reads each target's file or folder."""
     from offbeat.cluster import ClusterSpec
-    from offbeat.profile.flight import read_dump
+    from offbeat.profile.kineto import read_dump
     from offbeat.profile.source import load_recording
     from offbeat.search.auto.store import TrialStore
     from offbeat.strategy import Strategy

@@ -17,7 +17,7 @@ import yaml
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.plan import lower
-from offbeat.profile.flight import read_dump
+from offbeat.profile.kineto import read_dump
 from offbeat.profile.measure import Profile
 from offbeat.profile.source import load_recording
 from offbeat.search.auto.store import TrialStore

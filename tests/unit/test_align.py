@@ -16,7 +16,7 @@ from offbeat.profile.align import (
     clock_offsets,
     communication_events,
 )
-from offbeat.profile.recvfit import recv_variance
+from offbeat.profile.clockfit import recv_variance
 from offbeat.timeline import Builder, Timeline
 
 

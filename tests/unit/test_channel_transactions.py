@@ -8,7 +8,7 @@ import torch
 from in_memory import run_ranks
 from memory_job import MemoryWorld
 
-from offbeat.profile.transactions import TransactionListener
+from offbeat.profile.listen import TransactionListener
 from offbeat.timeline.clock import HostClock
 
 

@@ -17,7 +17,7 @@ from memory_job import Collective, MemoryJob, MemoryWorld
 from offbeat.runtime.comm import Channel, CommunicationFailed
 from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.torch_channel import TorchChannel
-from offbeat.runtime.sync.rows import RowExchange, Rows
+from offbeat.runtime.sync.sparse import RowExchange, Rows
 from offbeat.torch_private import open_group
 
 RINGS = [(1, 0), (2, 0, 1), (2, 0, 3, 1)]

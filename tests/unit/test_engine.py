@@ -19,7 +19,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import lower
-from offbeat.runtime.engine.unused import UnusedParameters
+from offbeat.runtime.engine.gradients import UnusedParameters
 from offbeat.strategy import Schedule, Shard, Slice, Strategy, VariableConfig
 
 RANKS = 4

@@ -17,8 +17,7 @@ import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.profile.align import apply, clock_offsets, communication_events
-from offbeat.profile.flight import join, read_dump
-from offbeat.profile.kineto import combine, load_folder, read_trace
+from offbeat.profile.kineto import combine, join, load_folder, read_dump
 from offbeat.profile.tracefile import load
 from offbeat.timeline import Span, Timeline, stream
 
@@ -264,14 +263,14 @@ def test_the_rank_comes_from_the_file_else_its_name_else_the_caller(tmp_path: Pa
     document = cuda_trace(3)
     named, other = tmp_path / "worker5.pt.trace.json", tmp_path / "trace.json"
     named.write_text(json.dumps(document))
-    assert read_trace(named).ranks == (3,)
+    assert combine([load(named)]).ranks == (3,)
     del document["distributedInfo"]
     for path in (named, other):
         path.write_text(json.dumps(document))
-    assert read_trace(named).ranks == (5,)
-    assert read_trace(other, rank=2).ranks == (2,)
+    assert combine([load(named)]).ranks == (5,)
+    assert combine([load(other, rank=2)]).ranks == (2,)
     with pytest.raises(OffbeatError, match=r"trace.json: the trace's rank is unknown"):
-        read_trace(other)
+        combine([load(other)])
 
 
 def test_faulty_times_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -294,7 +293,7 @@ def test_faulty_times_are_left_out_and_counted(tmp_path: Path) -> None:
 def read_events(folder: Path, document: dict[str, Any]) -> Timeline:
     path = folder / "rank0.json"
     path.write_text(json.dumps(document))
-    return read_trace(path)
+    return combine([load(path)])
 
 
 GOOD = json.dumps(cuda_trace(0)).encode()
@@ -330,7 +329,7 @@ def test_files_that_are_no_trace_are_named_with_the_reason(tmp_path: Path, conte
     path = tmp_path / "rank0.json"
     path.write_bytes(content)
     with pytest.raises(OffbeatError, match=rf"rank0.json: cannot read the trace: .*{message}"):
-        read_trace(path)
+        combine([load(path)])
 
 
 def test_damaged_traces_give_a_sentence_or_a_timeline(tmp_path: Path) -> None:
@@ -343,7 +342,7 @@ def test_damaged_traces_give_a_sentence_or_a_timeline(tmp_path: Path) -> None:
         path.write_bytes(content[: rng.integers(1, len(content))] if number % 4 == 0 else content)
         refusal = ""
         try:
-            assert np.isfinite(read_trace(path).start).all()
+            assert np.isfinite(combine([load(path)]).start).all()
         except OffbeatError as error:
             refusal = str(error)
         assert refusal == "" or (refusal.startswith(str(path)) and "\n" not in refusal)
@@ -353,7 +352,7 @@ def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path) -> N
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (80 * 2**20) + b"]}"))
     with pytest.raises(OffbeatError, match="it unpacks to more than 400 times"):
-        read_trace(path)
+        combine([load(path)])
 
 
 def test_one_bad_file_does_not_stop_the_others(tmp_path: Path) -> None:

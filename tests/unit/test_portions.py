@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.graph.model import ELEMENTWISE
 from offbeat.plan import Message, Piece
-from offbeat.runtime.engine.portions import Portions
+from offbeat.runtime.engine.components import Portions
 from offbeat.runtime.sync import Synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 from offbeat.strategy import Encoder

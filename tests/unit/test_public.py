@@ -147,7 +147,7 @@ def test_capabilities_name_modules_and_tests_that_exist() -> None:
         if not files or (test and f"def {test}(" not in files[0].read_text()):
             missing.add((path, test))
     # Modules that a paragraph names beside their package.
-    assert missing <= {("roles.py", ""), ("clockfit.py", ""), ("recvfit.py", "")}
+    assert missing <= {("roles.py", ""), ("clockfit.py", "")}
 
 
 def test_every_capability_has_a_module_and_a_test_or_says_why_not() -> None:

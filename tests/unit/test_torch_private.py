@@ -28,7 +28,7 @@ def test_no_other_module_reaches_into_torch() -> None:
     found = [
         f"{path.relative_to(root)}: {line.strip()}"
         for path in root.rglob("*.py")
-        if path.name not in ("torch_private.py", "flight.py")  # flight.py tells users a command
+        if path.name not in ("torch_private.py", "kineto.py")  # kineto.py tells users a command
         for line in path.read_text(encoding="utf-8").splitlines()
         if _PRIVATE.search(line)
     ]

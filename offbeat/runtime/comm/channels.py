@@ -4,17 +4,66 @@ Gradients and returning parameters use separate channels, so that neither can de
 its collectives in the order in which they are put in; every rank puts them in in the plan's order.
 """
 
+import io
 import time
 from datetime import timedelta
+from typing import Any, cast
+
+import torch
 
 from offbeat.plan import Plan
-from offbeat.runtime.comm.commands import PATIENCE, Commands
 from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.protocol import Channel, World
 from offbeat.runtime.comm.relay import Relay
 
 Key = tuple[str, tuple[int, ...], int, int | None]
 """The purpose of a channel, its ranks, and its limits on collectives and bytes in flight."""
+PATIENCE = timedelta(days=7)
+"""How long a server waits for the next command: an evaluation may take hours. A lost replica is noticed at once."""
+_TAG = 7
+
+
+class Commands:
+    """One end of the connection from the first replica to the ranks without a replica.
+
+    A command says what part of a step is next, and its inputs. Every replica does the same in the same order, so that
+    one of them can speak for all.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.lead, *self.servers = channel.ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank gives the commands."""
+        return self.channel.index == 0
+
+    def tell(self, command: str, **facts: Any) -> None:
+        """Sends every server a command; does nothing on other replicas."""
+        for server in self.servers:
+            self.send(server, (command, facts))
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        """The next command; waits for it."""
+        command: tuple[str, dict[str, Any]] = self.receive(self.lead)
+        return command
+
+    def send(self, to: int, value: Any) -> None:
+        """Sends a value to one rank: tensors, numbers and texts, in lists, tuples and dicts."""
+        packed = io.BytesIO()
+        torch.save(value, packed)
+        content = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
+        self.channel.send(torch.tensor([len(content)]), to, _TAG)
+        self.channel.send(content, to, _TAG)
+
+    def receive(self, source: int) -> Any:
+        """Waits for a value from one rank."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self.channel.recv(length, source, _TAG)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        self.channel.recv(content, source, _TAG)
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
 class Channels:
@@ -34,7 +83,7 @@ class Channels:
             way, ranks, in_flight, credit = key
             name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
             channel = world.open_channel(name, ranks, in_flight, PATIENCE if way == "command" else timeout)
-            opened[key] = channel if credit is None else CreditChannel(channel, credit)
+            opened[key] = channel if credit is None else cast(Channel, CreditChannel(channel, credit))
         told = opened.get(("command", (everyone[0], *_apart(plan)), self.limits[0], None))
         self.commands = None if told is None else Commands(told)
         """The first replica's commands to ranks without a replica; None on other replicas."""

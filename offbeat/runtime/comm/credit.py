@@ -10,12 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-
-import torch
+from typing import Any
 
 from offbeat.runtime.comm.protocol import Channel, Work
+from offbeat.runtime.comm.relay import LaterWork
 from offbeat.timeline.clock import Moment
+
+_GIVEN = {"all_reduce": 0, "reduce": 0, "broadcast": 0, "deliver": 0}
+_GIVEN |= {"all_gather": 1, "gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Of each collective, which argument is the tensor that this rank puts in."""
 
 
 class CreditChannel:
@@ -27,56 +32,43 @@ class CreditChannel:
         self.ranks, self.index, self.size = channel.ranks, channel.index, channel.size
         self.send, self.recv = channel.send, channel.recv
         self.lock = threading.Lock()
-        self.waiting: deque[CreditWork] = deque()
+        self.waiting: deque[tuple[Callable[[], Work], int, Future[Work]]] = deque()
+        """How to start each collective, and its bytes."""
         self.under_way = self.bytes_under_way = 0
         self.starting = False
         """A thread is starting collectives; it holds no lock, because the backend may wait for another thread."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_reduce(tensor))
+    def __getattr__(self, kind: str) -> Callable[..., LaterWork]:
+        """Each collective of the channel, held back until it fits."""
+        if kind not in _GIVEN:
+            raise AttributeError(kind)
+        return partial(self._put, kind)
 
-    def reduce(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.reduce(tensor, root))
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.broadcast(tensor, root))
-
-    def deliver(self, tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.deliver(tensor, root))
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_gather(output, tensor))
-
-    def gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.gather(outputs, tensor, root))
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.reduce_scatter(output, tensor))
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> "CreditWork":
-        return self._put(tensor, lambda: self.channel.all_to_all(output, tensor))
-
-    def _put(self, tensor: torch.Tensor, start: Callable[[], Work]) -> "CreditWork":
-        work = CreditWork(start, tensor.numel() * tensor.element_size())
+    def _put(self, kind: str, *arguments: Any) -> LaterWork:
+        sent: Future[Work] = Future()
         with self.lock:
-            self.waiting.append(work)
+            self.waiting.append((lambda: getattr(self.channel, kind)(*arguments), arguments[_GIVEN[kind]].nbytes, sent))
         self._start_some()
-        return work
+        return LaterWork(sent)
 
     def _start_some(self) -> None:
         while True:
             with self.lock:
                 if self.starting or not self.waiting:
                     return
-                size = self.waiting[0].size
+                start, size, sent = self.waiting[0]
                 if self.under_way and self.bytes_under_way + size > self.credit:
                     return
-                work = self.waiting.popleft()
+                self.waiting.popleft()
                 self.under_way += 1
                 self.bytes_under_way += size
                 self.starting = True
-            work.begin()
-            work.report_end(partial(self._ended, size))
+            try:
+                sent.set_result(start())
+            except Exception as error:
+                # Whoever waits for it is told.
+                sent.set_exception(error)
+            LaterWork(sent).report_end(partial(self._ended, size))
             with self.lock:
                 self.starting = False
 
@@ -90,47 +82,3 @@ class CreditChannel:
         while self.waiting and (deadline is None or time.monotonic() < deadline):
             time.sleep(1e-3)
         self.channel.close(deadline)
-
-
-class CreditWork:
-    """A collective in flight or waiting to start."""
-
-    def __init__(self, start: Callable[[], Work], size: int) -> None:
-        self.start = start
-        self.size = size
-        self.begun = threading.Event()
-        self.work: Work | None = None
-        self.error: Exception | None = None
-        self.lock = threading.Lock()
-        self.reports: list[Callable[[Moment], None]] = []
-
-    def begin(self) -> None:
-        """Puts the collective into the channel; failures are reported to those who wait for it."""
-        try:
-            self.work = self.start()
-        except Exception as error:
-            self.error = error
-        with self.lock:
-            self.begun.set()
-        for report in self.reports:
-            self.report_end(report)
-
-    def wait(self) -> None:
-        self.begun.wait()
-        if self.error is not None:
-            raise self.error
-        assert self.work is not None
-        self.work.wait()
-
-    def is_completed(self) -> bool:
-        return self.begun.is_set() and (self.work is None or self.work.is_completed())
-
-    def report_end(self, report: Callable[[Moment], None]) -> None:
-        with self.lock:
-            if not self.begun.is_set():
-                self.reports.append(report)
-                return
-        if self.work is None:
-            report(time.perf_counter())
-        else:
-            self.work.report_end(report)

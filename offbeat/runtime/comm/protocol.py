@@ -115,3 +115,13 @@ class World(Protocol):
 
     def watch(self, ranks: Iterable[int]) -> None:
         """Prepares to find which of these ranks is lost when a collective fails; all of them must call it."""
+
+
+def gather_blocks(channel: Channel, block: torch.Tensor, root: int | None) -> tuple[Work, torch.Tensor]:
+    """Starts sending blocks of one size to everybody, or to the root. The tensor receives them, one row for each rank;
+    it has none on a rank that is not the root."""
+    here = root in (None, channel.ranks[channel.index])
+    received = block.new_empty(channel.size if here else 0, block.numel())
+    if root is None:
+        return channel.all_gather(received.view(-1), block), received
+    return channel.gather(list(received), block, root), received

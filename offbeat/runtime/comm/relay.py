@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -45,7 +46,7 @@ class Relay:
             return ClientWork(self.up.gather([], tensor, self.root), self.back.deliver(tensor, self.root))
         sent: Future[Work] = Future()
         self.asked.put((tensor, sent))
-        return RootWork(sent)
+        return LaterWork(sent)
 
     def close(self, deadline: float | None = None) -> None:
         """Waits until everything started has ended, or until `deadline` (time.monotonic)."""
@@ -81,13 +82,12 @@ class Relay:
             self.room.release()
 
 
+@dataclass(eq=False, slots=True)
 class ClientWork:
     """A gradient in flight to the root, and the sum in flight back."""
 
-    __slots__ = ("received", "sent")
-
-    def __init__(self, sent: Work, received: Work) -> None:
-        self.sent, self.received = sent, received
+    sent: Work
+    received: Work
 
     def wait(self) -> None:
         self.sent.wait()
@@ -100,13 +100,11 @@ class ClientWork:
         self.received.report_end(report)
 
 
-class RootWork:
-    """A sum that the root's threads make and send."""
+@dataclass(eq=False, slots=True)
+class LaterWork:
+    """A collective that another thread starts."""
 
-    __slots__ = ("sent",)
-
-    def __init__(self, sent: Future[Work]) -> None:
-        self.sent = sent
+    sent: Future[Work]
 
     def wait(self) -> None:
         self.sent.result().wait()

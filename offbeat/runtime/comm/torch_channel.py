@@ -236,7 +236,12 @@ class TorchWork:
     def wait(self) -> None:
         with self.channel.errors():
             for work in self.works:
-                _wait(work)
+                while not work.is_completed():
+                    # Not for long, so that Python handles signals.
+                    with suppress(RuntimeError):
+                        work.wait(SIGNAL_SECONDS)
+                # This says how it has ended.
+                work.wait()
         if self.finish is not None:
             self.finish()
             self.finish = None
@@ -266,12 +271,3 @@ class StreamWork:
 
     def report_end(self, report: Callable[[Moment], None]) -> None:
         report(self.end)
-
-
-def _wait(work: Any) -> None:
-    """Blocks until a gloo work has ended, but lets Python handle signals."""
-    while not work.is_completed():
-        with suppress(RuntimeError):
-            work.wait(SIGNAL_SECONDS)
-    # This says how it has ended.
-    work.wait()

@@ -21,11 +21,9 @@ import torch
 from offbeat.plan import Message, Plan, Task
 from offbeat.runtime.engine.arrivals import Arrivals
 from offbeat.runtime.engine.components import Component
-from offbeat.runtime.engine.gradients import Gradients
+from offbeat.runtime.engine.gradients import Gradients, Phase, UnusedParameters
 from offbeat.runtime.engine.owners import Owners
-from offbeat.runtime.engine.phases import Phase
 from offbeat.runtime.engine.training import Training
-from offbeat.runtime.engine.unused import UnusedParameters
 from offbeat.runtime.engine.updates import Updates
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, unwatch, watch
@@ -272,12 +270,11 @@ class Engine:
 
     def close(self, deadline: float) -> None:
         """Waits for collectives in flight until `deadline` (time.monotonic), drops them, ends threads and sockets."""
-        if self.server is not None and not script_failed():
+        if not script_failed():
             # A failed rank says no goodbye, so that the owners of its gradients notice.
             self._say_farewell()
-            self.server.close(deadline)
-        elif not script_failed():
-            self._say_farewell()
+            if self.server is not None:
+                self.server.close(deadline)
         self.channels.close(deadline)
         if self.server is not None:
             # Without connections its threads come to an end.

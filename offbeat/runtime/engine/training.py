@@ -1,17 +1,52 @@
-"""State shared by the parts of an engine."""
+"""State shared by the parts of an engine, and reports of its work to observers."""
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, Task
 from offbeat.runtime.comm import Channels
-from offbeat.runtime.engine.reports import Reports
 from offbeat.runtime.sync import Synchroniser, make_synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer, group_of
-from offbeat.timeline.clock import clock_of
+from offbeat.timeline import Kind
+from offbeat.timeline.clock import Clock, Moment, clock_of
+from offbeat.timeline.observer import Observer
+
+
+class Reports:
+    """Reports everything to a recorder, and only collectives to a timekeeper."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.observer: Observer | None = None
+        self.timekeeper: Observer | None = None
+        self.step = 0
+
+    def now(self) -> Moment:
+        """The current moment, if anyone observes."""
+        return self.clock.about_now() if self.observer is not None or self.timekeeper is not None else 0.0
+
+    def collective(self, synchroniser: Synchroniser, task: Task, queued: Moment) -> None:
+        """A collective has just been issued; its end is reported once the backend says so."""
+        work, issued = synchroniser.works.get(task.index), self.now()
+        for observer in (self.observer, self.timekeeper):
+            if observer is not None and work is not None:
+                work.report_end(partial(observer.communication, self.step, task, queued, issued))
+
+    @contextmanager
+    def local(self, kind: Kind, messages: tuple[int, ...] = ()) -> Generator[None, None, None]:
+        """Reports how long something took on this rank."""
+        if self.observer is None:
+            yield
+            return
+        # An update begins where a wait has just ended; a wait on a GPU takes the host no time.
+        begin = self.clock.now() if kind == "wait" else self.clock.about_now()
+        yield
+        self.observer.local(kind, messages, begin, self.clock.now())
 
 
 @dataclass(eq=False)

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from offbeat.plan import Plan
-from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.components import Component, Portions
 from offbeat.runtime.engine.gradients import Gradients
-from offbeat.runtime.engine.portions import Portions
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, outside_inference_mode, raw_gradient, set_gradient, set_pending
 from offbeat.runtime.sync import Synchroniser
@@ -77,8 +76,11 @@ class Updates:
                 set_pending(component.parameters, pending=True)
         self.outstanding = sum(not component.settled for component in self.components)
         for component in self.components:
-            if component.stale:
-                self._step_stale(component)
+            # This step's messages leave; those that are due, or have arrived, are applied.
+            for synchroniser in component.stale:
+                synchroniser.depart()
+            while component.stale and (component.stale[0].due or all(each.arrived for each in component.stale)):
+                self._apply_stale(component)
 
     def apply(self, optimizer: UnitOptimizer, *synchronisers: Synchroniser) -> None:
         """Steps an optimizer; gradients that are not where its units expect them come from the synchronisers."""
@@ -155,13 +157,6 @@ class Updates:
                 self.apply(component.optimizer, *(each for each in component.synchronisers if each.replicated))
 
     # Stale messages
-
-    def _step_stale(self, component: Component) -> None:
-        """This step's messages leave; those that are due, or have arrived, are applied."""
-        for synchroniser in component.stale:
-            synchroniser.depart()
-        while component.stale[0].due or all(each.arrived for each in component.stale):
-            self._apply_stale(component)
 
     def _apply_stale(self, component: Component) -> None:
         for synchroniser in component.stale:

@@ -6,7 +6,6 @@ import torch
 
 from offbeat.errors import StrategyError
 from offbeat.plan import Message
-from offbeat.runtime.sync.asynchronous import AsyncMessage, AsyncServer
 from offbeat.runtime.sync.dense import (
     EncodedAllReduce,
     EncodedServer,
@@ -16,8 +15,8 @@ from offbeat.runtime.sync.dense import (
     box_slices,
 )
 from offbeat.runtime.sync.encoders import make_encoder
+from offbeat.runtime.sync.relaxed import AsyncMessage, AsyncServer, StaleAllReduce, StaleServer
 from offbeat.runtime.sync.sparse import FactorBroadcast, SparseGather, SparseServer
-from offbeat.runtime.sync.stale import StaleAllReduce, StaleServer
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Training
@@ -29,30 +28,24 @@ _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
 
 def make_synchroniser(message: Message, training: "Training") -> Synchroniser:
     """The message's, on the plan's rank; a rank with neither a replica nor the message takes no part in it."""
-    rank = training.plan.rank
+    plan, parameters, rank = training.plan, training.parameters, training.plan.rank
     assert rank is not None
-    if rank not in training.plan.replicas and rank not in message.servers:
-        return Synchroniser(message, training.parameters, training.channels, rank, 0.0)
-    return _taking_part(message, training, rank)
-
-
-def _taking_part(message: Message, training: "Training", rank: int) -> Synchroniser:
-    plan, parameters = training.plan, training.parameters
     me, share = 0, 0.0
     if rank in plan.replicas:
         me = plan.replicas.index(rank)
         share = plan.weights[me]
     common = (message, parameters, training.channels, rank, share)
+    if rank not in plan.replicas and rank not in message.servers:
+        return Synchroniser(*common)
     first = parameters[message.pieces[0].variable]
     variable = plan.graph.variable(message.pieces[0].variable)
     shapes = [piece.shape for piece in message.pieces]
     place = (first.dtype, first.device, message.index, len(plan.replicas), me)
     encoder = make_encoder(message.encoder, shapes, *place)
     densify = training.optimizer_class.__name__ not in _SPARSE_OPTIMIZERS
-    if message.asynchronous:
-        return AsyncMessage(*common)
-    if message.staleness:
-        return StaleAllReduce(*common) if message.synchronizer == "all_reduce" else StaleServer(*common)
+    if message.asynchronous or message.staleness:
+        stale = StaleAllReduce if message.synchronizer == "all_reduce" else StaleServer
+        return (AsyncMessage if message.asynchronous else stale)(*common)
     match message.synchronizer:
         case "sparse_all_gather":
             return SparseGather(variable, densify, *common)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from offbeat.plan import Message, Piece, Task
-from offbeat.runtime.comm import Channels, Work
+from offbeat.runtime.comm import Channels, Work, gather_blocks
 from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync.encoders import MessageEncoder
-from offbeat.runtime.sync.rows import gather_blocks
 from offbeat.runtime.unit_optimizer import Unit
 
 

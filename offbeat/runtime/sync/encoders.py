@@ -58,15 +58,8 @@ _PACK = 0x0102040810204080
 
 def make_encoder(encoder: Encoder, *message: Any) -> "MessageEncoder | None":
     """The encoder of one message on one rank, made of what `MessageEncoder` takes; None where messages travel as is."""
-    kinds: dict[str, type[MessageEncoder]] = {
-        "fp16": _Cast,
-        "bf16": _Cast,
-        "topk": _TopK,
-        "randomk": _RandomK,
-        "sign": _Sign,
-        "int8": _Int8,
-        "powersgd": _PowerSGD,
-    }
+    kinds: dict[str, type[MessageEncoder]] = {"fp16": _Cast, "bf16": _Cast, "topk": _TopK, "randomk": _RandomK}
+    kinds |= {"sign": _Sign, "int8": _Int8, "powersgd": _PowerSGD}
     return None if encoder.name == "none" else kinds[encoder.name](encoder, *message)
 
 
