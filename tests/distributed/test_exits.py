@@ -47,9 +47,10 @@ def assert_clean(ended: list[Ended], codes: list[int | None]) -> None:
             assert word not in end.said, end.said[-2000:]
 
 
-def assert_names_the_other(end: Ended) -> None:
+def assert_names_the_other(end: Ended, watch: str = "") -> None:
     last = end.said.strip().splitlines()[-1]
-    assert re.search(r"WorkerLost: rank 0 was waiting for .*: rank 1 gave no sign of life", last), end.said[-2000:]
+    stops = "(was waiting for .*|cannot go on)" if watch else "was waiting for .*"
+    assert re.search(f"WorkerLost: rank 0 {stops}: rank 1 gave no sign of life", last), end.said[-2000:]
 
 
 def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str = "", watch: str = "") -> None:
@@ -61,7 +62,7 @@ def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str 
         behind = name.startswith("asynchronous") and ending.endswith("_both") and "WorkerLost" in ended[1].said
         assert "Planned: the script failed" in ended[1].said or behind
         if not ending.endswith("_both"):
-            assert_names_the_other(ended[0])
+            assert_names_the_other(ended[0], watch)
 
 
 def end_by_signal(folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float, watch: str = "") -> None:
@@ -70,7 +71,7 @@ def end_by_signal(folder: Path, name: str, number: int, ranks: tuple[int, ...], 
     assert_clean(ended, [-number if rank in ranks else 1 for rank in range(2)])
     assert max(end.seconds for end in ended) < SOON_SECONDS
     if ranks == (1,):
-        assert_names_the_other(ended[0])
+        assert_names_the_other(ended[0], watch)
 
 
 @pytest.mark.parametrize(

@@ -156,11 +156,14 @@ class DeathWatch(threading.Thread):
     def _end_process(self, dead: list[int]) -> None:
         """Ends this process, unless its script ends first; one that handles an exception has time to."""
         found = running = time.monotonic()
-        while (now := time.monotonic()) < running + _LAST_SECONDS:
+        while True:
+            now = time.monotonic()
             if script_ended():
                 return
             if ends_by_exception() and now < found + LAST_RESORT_SECONDS:
                 running = now
+            if now >= running + _LAST_SECONDS:
+                break
             time.sleep(_POLL_SECONDS)
         who = ", ".join(map(str, dead))
         print(
