@@ -12,9 +12,11 @@ line (pytorch#190489). So the end also waits until these threads sleep.
 
 import atexit
 import faulthandler
+import importlib
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -52,12 +54,35 @@ def close_at_exit(runtime: Closable) -> None:
         # Registered late, so that it runs before what torch itself has registered.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit, os.getpid())
+        _load_what_torch_loads_at_exit()
     _alive.add(runtime)
+
+
+def _load_what_torch_loads_at_exit() -> None:
+    """Keeps the exit code of Ctrl-C.
+
+    Python notes that Ctrl-C ended the script, and forgets it when it runs code from text, as each named tuple does.
+    It then ends with 1 instead of by the signal. Torch's compiler imports `tabulate` at exit, if it is installed.
+    """
+    with suppress(ImportError):
+        importlib.import_module("tabulate")
 
 
 def script_failed() -> bool:
     """Whether the interpreter ends by an uncaught exception, including Ctrl-C."""
     return hasattr(sys, "last_type")
+
+
+def script_ended() -> bool:
+    """Whether the main thread is through, and the interpreter ends."""
+    return not threading.main_thread().is_alive()
+
+
+def ends_by_exception() -> bool:
+    """Whether the main thread is in an `except` or `finally` block, or reports an uncaught exception."""
+    handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # A tuple before Python 3.12.
+    return script_failed() or (handled[1] if isinstance(handled, tuple) else handled) is not None
 
 
 def _at_exit(process: int) -> None:
@@ -76,15 +101,17 @@ def _at_exit(process: int) -> None:
 
 def _close_all() -> None:
     deadline = time.monotonic() + (FAILED_GRACE_SECONDS if script_failed() else GRACE_SECONDS)
-    for runtime in list(_alive):
+    left = list(_alive)
+    while left:
         try:
-            runtime.close(deadline)
+            left[-1].close(deadline)
         except KeyboardInterrupt:
             # The user does not want to wait.
             deadline = time.monotonic()
-            runtime.close(deadline)
+            continue
         except Exception:
             log.exception("offbeat could not close its connections")
+        left.pop()
     with suppress(KeyboardInterrupt):
         _until_idle(deadline)
 

@@ -1,6 +1,7 @@
 """A training script that ends in the way it is told to.
 
-exit_job.py STRATEGY STEPS ENDING [inside]: `inside` is the recorder's folder, or "monitor".
+exit_job.py STRATEGY STEPS ENDING [INSIDE [watch]]: INSIDE is the recorder's folder, "monitor" or empty. With "watch"
+a thread ends a rank that has lost another one, as on NCCL.
 """
 
 import multiprocessing
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import offbeat
 from offbeat.graph.skeleton import skeleton
 from offbeat.runtime import lifetime
+from offbeat.runtime.comm.liveness import DeathWatch
+from offbeat.runtime.comm.torch_world import torch_world
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
 WIDTH = 256
@@ -61,7 +64,7 @@ def fail(*_: Any) -> None:
     raise Planned("the script failed")
 
 
-def train(name: str, steps: int, ending: str, inside: str) -> tuple[torch.nn.Module, Any]:
+def train(name: str, steps: int, ending: str, inside: str, watch: bool) -> tuple[torch.nn.Module, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = make_model(name)
@@ -71,6 +74,10 @@ def train(name: str, steps: int, ending: str, inside: str) -> tuple[torch.nn.Mod
         model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)  # type: ignore[assignment]
     else:
         offbeat.distribute(model, optimizer, strategy_of(name, model), timeout=timedelta(seconds=60))
+    if watch:
+        ports = torch_world().liveness
+        assert ports is not None
+        DeathWatch(ports).start()
     rank = dist.get_rank()
     recorder: Any = nullcontext()
     if inside == "monitor":
@@ -102,8 +109,8 @@ def train(name: str, steps: int, ending: str, inside: str) -> tuple[torch.nn.Mod
     return model, optimizer
 
 
-def main(name: str, steps: int, ending: str, inside: str = "") -> None:
-    model, _ = train(name, steps, ending, inside)
+def main(name: str, steps: int, ending: str, inside: str = "", watch: str = "") -> None:
+    model, _ = train(name, steps, ending, inside, watch == "watch")
     rank = dist.get_rank()
     if ending.startswith("destroy"):
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Jobs of exit_job.py, two ranks each, and how they ended."""
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ def run_job(
                 hit = time.monotonic()
                 for number, blows in itertools.groupby(signals, key=lambda blow: blow[1]):
                     time.sleep(delay)
-                    for rank, _ in blows:
-                        ranks[rank].send_signal(number)
+                    # All at once: a rank that loses another one before it is hit ends as it should, with 1.
+                    for rank in {rank for rank, _ in blows} & set(running):
+                        os.kill(ranks[rank].pid, number)
             for rank, process in list(running.items()):
                 code = process.poll()
                 if code is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from exit_job import PATIENCE_SECONDS
 from exits import JOB, Ended, run_job
+from harness import run_script
 
 RUNS = int(os.environ.get("OFFBEAT_EXITS", "200"))
 """Of each way to end, in the slow tests."""
@@ -46,60 +47,80 @@ def assert_clean(ended: list[Ended], codes: list[int | None]) -> None:
             assert word not in end.said, end.said[-2000:]
 
 
-def assert_names_the_other(end: Ended) -> None:
+def assert_names_the_other(end: Ended, watch: str = "") -> None:
     last = end.said.strip().splitlines()[-1]
-    assert re.search(r"WorkerLost: rank 0 was waiting for .*: rank 1 gave no sign of life", last), end.said[-2000:]
+    stops = "(was waiting for .*|cannot go on)" if watch else "was waiting for .*"
+    assert re.search(f"WorkerLost: rank 0 {stops}: rank 1 gave no sign of life", last), end.said[-2000:]
 
 
-def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str = "") -> None:
+def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str = "", watch: str = "") -> None:
     inside = str(folder / "trace") if inside == "recorder" else inside
-    ended = run_job(folder, name, str(steps), ending, inside)
+    ended = run_job(folder, name, str(steps), ending, inside, watch)
     assert_clean(ended, [CODES[ending]] * 2)
     if ending.startswith("raise"):
         # An asynchronous worker may be steps behind: it then finds its server, rank 0, gone before it fails itself.
         behind = name.startswith("asynchronous") and ending.endswith("_both") and "WorkerLost" in ended[1].said
         assert "Planned: the script failed" in ended[1].said or behind
         if not ending.endswith("_both"):
-            assert_names_the_other(ended[0])
+            assert_names_the_other(ended[0], watch)
 
 
-def end_by_signal(folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float) -> None:
+def end_by_signal(folder: Path, name: str, number: int, ranks: tuple[int, ...], delay: float, watch: str = "") -> None:
     blows = [(rank, number) for rank in ranks]
-    ended = run_job(folder, name, "1", "signal", after="step 3", signals=blows, delay=delay)
+    ended = run_job(folder, name, "1", "signal", "", watch, after="step 3", signals=blows, delay=delay)
     assert_clean(ended, [-number if rank in ranks else 1 for rank in range(2)])
     assert max(end.seconds for end in ended) < SOON_SECONDS
     if ranks == (1,):
-        assert_names_the_other(ended[0])
+        assert_names_the_other(ended[0], watch)
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "ending", "inside"),
+    ("name", "steps", "ending", "inside", "watch"),
     [
-        ("overlap", 6, "return", ""),
-        ("auto", 10, "destroy", ""),
-        ("stale", 3, "exit_inside", "recorder"),
-        pytest.param("sharded", 3, "destroy_read", "monitor", marks=pytest.mark.slow),
-        pytest.param("ps_load_balanced", 3, "read_on_one", "", marks=pytest.mark.slow),
-        ("asynchronous_both", 1, "return", ""),
-        ("asynchronous", 3, "raise", ""),
-        ("overlap_batchnorm", 3, "raise_backward", "recorder"),
-        pytest.param("overlap", 3, "raise_backward_both", "", marks=pytest.mark.slow),
+        ("overlap", 6, "return", "", ""),
+        ("auto", 10, "destroy", "", "watch"),
+        ("stale", 3, "exit_inside", "recorder", ""),
+        pytest.param("sharded", 3, "destroy_read", "monitor", "", marks=pytest.mark.slow),
+        pytest.param("ps_load_balanced", 3, "read_on_one", "", "", marks=pytest.mark.slow),
+        ("asynchronous_both", 1, "return", "", ""),
+        ("asynchronous", 3, "raise", "", ""),
+        ("overlap_batchnorm", 3, "raise_backward", "recorder", "watch"),
+        pytest.param("overlap", 3, "raise_backward_both", "", "", marks=pytest.mark.slow),
     ],
 )
-def test_a_job_ends_as_its_script_does(tmp_path: Path, name: str, steps: int, ending: str, inside: str) -> None:
-    end_by_itself(tmp_path, name, steps, ending, inside)
+def test_a_job_ends_as_its_script_does(
+    tmp_path: Path, name: str, steps: int, ending: str, inside: str, watch: str
+) -> None:
+    end_by_itself(tmp_path, name, steps, ending, inside, watch)
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "ranks"),
+    ("name", "number", "ranks", "watch"),
     [
-        ("overlap", signal.SIGINT, (0, 1)),
-        ("asynchronous_both", signal.SIGINT, (1,)),
-        pytest.param("ps_load_balanced", signal.SIGTERM, (1,), marks=pytest.mark.slow),
+        ("overlap", signal.SIGINT, (0, 1), ""),
+        ("sharded", signal.SIGINT, (0, 1), "watch"),
+        ("asynchronous_both", signal.SIGINT, (1,), ""),
+        ("overlap", signal.SIGTERM, (1,), "watch"),
+        pytest.param("ps_load_balanced", signal.SIGTERM, (1,), "", marks=pytest.mark.slow),
     ],
 )
-def test_a_job_ends_by_signals(tmp_path: Path, name: str, number: int, ranks: tuple[int, ...]) -> None:
-    end_by_signal(tmp_path, name, number, ranks, 0.05)
+def test_a_job_ends_by_signals(tmp_path: Path, name: str, number: int, ranks: tuple[int, ...], watch: str) -> None:
+    end_by_signal(tmp_path, name, number, ranks, 0.05, watch)
+
+
+def test_ctrl_c_ends_a_job_by_the_signal_whatever_torch_imports_at_exit(tmp_path: Path) -> None:
+    """Torch's compiler, which optimizers load, imports tabulate."""
+    (tmp_path / "tabulate.py").write_text(
+        "import collections\nprint('imported', flush=True)\nLine = collections.namedtuple('Line', 'begin')\n"
+        "def tabulate(*_, **__):\n    return ''\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nsys.path.insert(0, os.getcwd())\nfrom offbeat.runtime import lifetime\n"
+        "runtime = lifetime.Callbacks()\nlifetime.close_at_exit(runtime)\nraise KeyboardInterrupt\n"
+    )
+    assert run_script(script, 1) == [-signal.SIGINT]
+    assert "imported" in (tmp_path / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["overlap", pytest.param("asynchronous_both", marks=pytest.mark.slow)])
@@ -151,25 +172,34 @@ STRATEGIES = (
     "asynchronous_both",
     "overlap_batchnorm",
 )
+
+
+def strategies(watch: str) -> list[str]:
+    """NCCL, and so the watch, has no asynchronous servers."""
+    return [name for name in STRATEGIES if not (watch and name.startswith("asynchronous"))]
+
+
 STEPS = (1, 3, 6, 10, 16)
 """The tuner records from step 8 on, and its first trial begins with step 14."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("watch", ["", "watch"])
 @pytest.mark.parametrize("ending", CODES)
-def test_every_way_to_end_many_times(tmp_path: Path, ending: str) -> None:
-    jobs = list(itertools.product(STRATEGIES, STEPS, ("", "recorder", "monitor")))
+def test_every_way_to_end_many_times(tmp_path: Path, ending: str, watch: str) -> None:
+    jobs = list(itertools.product(strategies(watch), STEPS, ("", "recorder", "monitor")))
     random.Random(ending).shuffle(jobs)
     for run, (name, steps, inside) in zip(range(RUNS), itertools.cycle(jobs), strict=False):
-        end_by_itself(tmp_path / str(run), name, steps, ending, inside)
+        end_by_itself(tmp_path / str(run), name, steps, ending, inside, watch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("watch", ["", "watch"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_every_signal_many_times(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
+def test_every_signal_many_times(tmp_path: Path, number: int, ranks: tuple[int, ...], watch: str) -> None:
     chance = random.Random(number)
-    for run, name in zip(range(RUNS), itertools.cycle(STRATEGIES), strict=False):
-        end_by_signal(tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2))
+    for run, name in zip(range(RUNS), itertools.cycle(strategies(watch)), strict=False):
+        end_by_signal(tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2), watch)

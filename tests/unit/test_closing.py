@@ -141,26 +141,27 @@ def test_the_interpreter_waits_for_callbacks_of_collectives(monkeypatch: pytest.
 class Runtime:
     """Something to be closed."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
         self.deadlines: list[float] = []
 
     def close(self, deadline: float) -> None:
         self.deadlines.append(deadline)
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        if self.errors:
+            raise self.errors.pop()
 
 
-@pytest.mark.parametrize("error", [None, OSError("no route"), KeyboardInterrupt()])
-def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
-    runtimes = [Runtime(error), Runtime(error)]
+@pytest.mark.parametrize("errors", [[], [OSError("no route")], [KeyboardInterrupt()], [KeyboardInterrupt()] * 3])
+def test_every_runtime_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, errors: list[BaseException]) -> None:
+    runtimes = [Runtime(*errors), Runtime(*errors)]
     monkeypatch.setattr(lifetime, "_alive", runtimes)
     lifetime._close_all()
-    assert all(runtime.deadlines for runtime in runtimes)
-    # Who presses Ctrl-C once more does not wait any longer.
-    waits = runtimes[-1].deadlines[-1] > time.monotonic()
-    assert waits is not isinstance(error, KeyboardInterrupt)
+    interrupted = KeyboardInterrupt in map(type, errors)
+    for runtime in runtimes:
+        # One that was interrupted is closed again.
+        assert len(runtime.deadlines) == (len(errors) if interrupted else 0) + 1
+        # Who presses Ctrl-C once more does not wait any longer.
+        assert (runtime.deadlines[-1] < time.monotonic()) is interrupted
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads do")

@@ -6,8 +6,10 @@ what others write to it until somebody reads: a survivor that finds the dead ran
 store is needed, which may have died with its rank.
 
 Gloo's collectives fail on the host, which then asks for the cause. Those of NCCL run on the GPU: when a rank dies
-they never end, and the host waits with them, be it in `item()` or as it exits. There a thread (`DeathWatch`) holds a
-connection to every rank's port, which breaks with the process at its other end, and ends this process.
+they never end, and the host waits with them, such as in `item()`. There a thread (`DeathWatch`) holds a connection to
+every rank's port, which breaks with the process at its other end, and ends this process. It leaves a script that ends
+by itself alone, for example because all ranks got the same Ctrl-C: the exit code is then the script's own, and
+`offbeat.runtime.lifetime` sees to it that the end does not hang.
 """
 
 import json
@@ -22,7 +24,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 from offbeat.runtime.comm.protocol import World
-from offbeat.runtime.lifetime import close_at_exit, script_failed
+from offbeat.runtime.lifetime import LAST_RESORT_SECONDS, close_at_exit, ends_by_exception, script_ended, script_failed
 
 GRACE = timedelta(seconds=3)
 """How long a rank that saw a failure waits for the others to report it too."""
@@ -132,33 +134,45 @@ class DeathWatch(threading.Thread):
         super().__init__(name="offbeat-death-watch", daemon=True)
         self.liveness = liveness
         self._held: dict[int, socket.socket] = {}
-        self._closed = False
         close_at_exit(self)
+        _watches.append(self)
 
     def close(self, deadline: float) -> None:
-        """At the end of the script: tells the others, unless it has failed, and stops watching."""
-        self._closed = True
+        """At the end of the script: tells the others, unless it has failed."""
         if not script_failed():
             self.liveness.say_farewell()
 
     def run(self) -> None:
-        while not self._closed:
+        while not script_ended():
             dead = [rank for rank in list(self.liveness.addresses) if not self._lives(rank)]
-            if dead and not self._closed:
-                who = ", ".join(map(str, dead))
-                print(
-                    f"offbeat: WorkerLost: rank {self.liveness.rank} cannot go on: rank {who} gave no sign of life "
-                    f"(its process has ended)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                time.sleep(_LAST_SECONDS)
-                os._exit(1)
-            if self._held:
-                # Something to read means that the other end has closed: it never writes.
-                select.select(list(self._held.values()), [], [], _WATCH_SECONDS)
-            else:
-                time.sleep(_WATCH_SECONDS)
+            if dead:
+                self._end_process(dead)
+            # Something to read means that the other end has closed: it never writes.
+            broken = select.poll()
+            for connection in self._held.values():
+                broken.register(connection, select.POLLIN)
+            broken.poll(1000 * _WATCH_SECONDS)
+
+    def _end_process(self, dead: list[int]) -> None:
+        """Ends this process, unless its script ends first; one that handles an exception has time to."""
+        found = running = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if script_ended():
+                return
+            if ends_by_exception() and now < found + LAST_RESORT_SECONDS:
+                running = now
+            if now >= running + _LAST_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+        who = ", ".join(map(str, dead))
+        print(
+            f"offbeat: WorkerLost: rank {self.liveness.rank} cannot go on: rank {who} gave no sign of life "
+            f"(its process has ended)",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
     def _lives(self, rank: int) -> bool:
         """Whether the rank's process is alive or has said goodbye; reconnects if its port was only read."""
@@ -166,13 +180,14 @@ class DeathWatch(threading.Thread):
             return True
         connection = self._held.get(rank)
         if connection is not None:
-            with suppress(BlockingIOError):
-                with suppress(ConnectionError):
-                    connection.recv(1)
-                connection.close()
-                del self._held[rank]
-        if rank in self._held:
-            return True
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                pass
+            connection.close()
+            del self._held[rank]
         try:
             connection = socket.create_connection(self.liveness.addresses[rank], timeout=_CONNECT_SECONDS)
         except (ConnectionRefusedError, ConnectionResetError):
@@ -186,6 +201,10 @@ class DeathWatch(threading.Thread):
         connection.setblocking(False)
         self._held[rank] = connection
         return True
+
+
+_watches: list[DeathWatch] = []
+"""Kept to say goodbye: the thread ends with the script, before anything is closed."""
 
 
 def _own_address() -> str | None:
