@@ -7,7 +7,7 @@ ranks that hold all parts. Every further micro-batch gathers and reduces anew.
 """
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan.model import Draft, Message, Stage, Window
@@ -38,9 +38,8 @@ def shard_units(draft: Draft) -> None:
     def reduced(unit: str, turn: int) -> list[Stage]:
         behind = spans.get((unit, turn, True), spans["", turn, True]).last
         window = Window(behind, len(draft.segments), behind)
-        kinds: list[tuple[Literal["reduce_scatter", "all_reduce"], Groups]]
-        kinds = [("reduce_scatter", parts), ("all_reduce", copies)] if copies else [("reduce_scatter", parts)]
-        return [Stage(kind, groups, window=window) for kind, groups in kinds]
+        stages = [Stage("reduce_scatter", parts, window=window)]
+        return [*stages, Stage("all_reduce", copies, window=window)] if copies else stages
 
     for message in list(draft.messages):
         unit = units[message.index]
