@@ -104,8 +104,9 @@ def _windows(
     for turn in range(turns):
         for backward in (False, True):
             here = {key[0]: span for key, span in spans.items() if key[1:] == (turn, backward)}
-            # The model itself goes first; units that begin together in the order of wrapping.
-            order = sorted(here, key=lambda unit: (here[unit].first, unit != ""))
+            # The model itself goes first; units that begin together in the order of wrapping, or backward's reverse.
+            wrapped = ["", *(reversed(fsdp.wrapped) if backward else fsdp.wrapped)]
+            order = sorted((unit for unit in wrapped if unit in here), key=lambda unit: here[unit].first)
             depth = max(fsdp.prefetch, 1 if backward or implicit else 0)
             for place, unit in enumerate(order):
                 kept = fsdp.reshard(unit) is False
