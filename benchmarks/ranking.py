@@ -86,8 +86,7 @@ class Domain:
 
     def samples(self, chosen, costs=None):
         """What models learn from and are tested on; with costs, with what replay says at them."""
-        from offbeat.simulate.learned.features import encode
-        from offbeat.simulate.learned.ranking import Samples
+        from offbeat.simulate.learned.features import Samples, encode
 
         if costs is None:
             return Samples([self.plans[i] for i in chosen], self.seconds[chosen].tolist())

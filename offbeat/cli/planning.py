@@ -31,7 +31,7 @@ def models(as_json: Json = False) -> None:
 
     rows = [
         {"model": name, "parameters": size.parameters, "tensors": size.tensors, "batch": size.batch, "step": size.flops}
-        for name, size in zoo.SIZES.items()
+        for name, size in zoo.MODELS.items()
     ]
     print_rows(rows, as_json, parameters="{:,}".format, step=lambda flops: units.format_flops(flops).removesuffix("/s"))
 

@@ -3,8 +3,9 @@
 Sizes are bytes, rates bytes or FLOP per second, times seconds. A file may write any of them with a unit.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -190,12 +191,9 @@ class CollectiveTable(_Part):
     @field_validator("groups")
     @classmethod
     def _disjoint(cls, groups: Groups) -> Groups:
-        seen: set[int] = set()
-        for group in groups:
-            for rank in group:
-                if rank in seen:
-                    raise OffbeatError(f"rank {rank} appears twice, and the groups must be disjoint")
-                seen.add(rank)
+        counts = Counter(chain.from_iterable(groups))
+        if repeated := [rank for rank, count in counts.items() if count > 1]:
+            raise OffbeatError(f"rank {repeated[0]} appears twice, and the groups must be disjoint")
         return groups
 
     @field_validator("sizes_bytes")

@@ -6,8 +6,9 @@ dPRO, figure 6). Every operator lies in exactly one segment and the order is kep
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offbeat.graph.model import ModelGraph, Operator, Phase
 
@@ -56,24 +57,25 @@ def segments(graph: ModelGraph) -> tuple[Segment, ...]:
             if begins or not runs or (phase == "backward" and runs[-1][-1].name in completes):
                 runs.append([])
             runs[-1].append(operator)
-        marks = reads if phase == "forward" else completes
-        cut += [_segment(phase, index, run, marks) for index, run in enumerate(runs)]
+        event, marks = ("reads", reads) if phase == "forward" else ("completes", completes)
+        for index, run in enumerate(runs):
+            name = run[0].name if phase == "optimizer" else f"{phase}.{index}"
+            marked = tuple(variable for operator in run for variable in marks.get(operator.name, ()))
+            cut.append(segment_of(name, phase, run, **{event: marked}))
     return tuple(cut)
 
 
-def _segment(phase: Phase, index: int, run: Sequence[Operator], marks: Mapping[str | None, list[str]]) -> Segment:
-    """`marks` has the variables that each operator of the phase uses first, or whose gradient it completes."""
+def segment_of(name: str, phase: Phase, run: Sequence[Operator], **more: Any) -> Segment:
+    """The segment that some operators make, with more of its fields given."""
     measured = [0.0 if op.seconds is None and op.kind == "view" else op.seconds for op in run]
     known = [seconds for seconds in measured if seconds is not None]
-    marked = tuple(variable for operator in run for variable in marks.get(operator.name, ()))
     return Segment(
-        name=run[0].name if phase == "optimizer" else f"{phase}.{index}",
+        name=name,
         phase=phase,
         operators=tuple(operator.name for operator in run),
         flops=sum(operator.flops for operator in run),
         bytes_moved=sum(operator.bytes_moved for operator in run),
         activation_bytes=sum(operator.activation_bytes for operator in run),
         seconds=sum(known) if len(known) == len(measured) else None,
-        reads=marked if phase == "forward" else (),
-        completes=marked if phase == "backward" else (),
+        **more,
     )

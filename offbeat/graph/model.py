@@ -317,12 +317,10 @@ class ModelGraph:
             waiting = {op.name: op for op in operators}
             taken = heavy = 0.0
             for block in measured:
-                mine = [name for name, op in waiting.items() if block.holds(op.module)]
-                total, seconds = sum(weight[name] for name in mine), block.seconds["eager"][place]
-                for name in mine:
-                    found[name] = seconds * (weight[name] / total if total else 1 / len(mine))
-                    del waiting[name]
-                taken, heavy = taken + seconds, heavy + total
+                mine = {name: weight[name] for name, op in waiting.items() if block.holds(op.module)}
+                waiting = {name: op for name, op in waiting.items() if name not in mine}
+                found |= divided(block.seconds["eager"][place], mine)
+                taken, heavy = taken + block.seconds["eager"][place], heavy + sum(mine.values())
             found |= {name: weight[name] * taken / heavy for name in waiting} if heavy else {}
         return replace(self.with_seconds(found), blocks=measured)
 
@@ -378,6 +376,12 @@ def update_operators(variables: Iterable[Variable], optimizer: str, slots: int) 
         for variable in variables
         if variable.gradient_from is not None
     )
+
+
+def divided(seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
+    """Shares of some seconds in proportion to weights, or equal ones if all of these are 0."""
+    whole = sum(weights.values())
+    return {name: seconds * (weight / whole if whole else 1 / len(weights)) for name, weight in weights.items()}
 
 
 @cache

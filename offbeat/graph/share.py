@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.graph.model import ModelGraph, Operator, TensorSpec, Variable
+from offbeat.graph.model import ModelGraph, Operator, TensorSpec
 from offbeat.units import quote
 
 _PASSED_ON = ("aten.add.", "aten._to_copy.")
@@ -32,7 +32,9 @@ def batch_share(graph: ModelGraph, parts: int) -> ModelGraph:
     made: dict[str, Operator] = {}
     for operator in graph.operators:
         made[operator.name] = _shared(operator, graph, made, whole.get(operator.name, {}), batch, parts)
-    variables = tuple(_fewer_rows(variable, parts) for variable in graph.variables)
+    variables = tuple(
+        replace(v, sparse_rows=v.sparse_rows // parts, factor_rows=v.factor_rows // parts) for v in graph.variables
+    )
     inputs = tuple(_cut(tensor, batch, parts) for tensor in graph.inputs)
     blocks = tuple(
         replace(block, seconds={way: (forth / parts, back / parts) for way, (forth, back) in block.seconds.items()})
@@ -113,7 +115,3 @@ def _cut_at(tensor: TensorSpec, axis: int, parts: int) -> TensorSpec:
     shape = list(tensor.shape)
     shape[axis] //= parts
     return replace(tensor, shape=tuple(shape))
-
-
-def _fewer_rows(variable: Variable, parts: int) -> Variable:
-    return replace(variable, sparse_rows=variable.sparse_rows // parts, factor_rows=variable.factor_rows // parts)

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Operator
-from offbeat.graph.coarsen import Segment, segments
+from offbeat.graph.coarsen import Segment, segment_of, segments
 from offbeat.graph.model import BlockTimes, Way
 from offbeat.plan.model import Draft
 from offbeat.strategy import Strategy
@@ -104,17 +104,8 @@ def recompute(draft: Draft) -> None:
             _kept(draft, segment, dropped, inputs) if segment.phase == "forward" else segment
             for segment in draft.segments
         ]
-        again = Segment(
-            name=f"recompute.{path}",
-            phase="backward",
-            operators=tuple(operator.name for operator in inside),
-            flops=sum(operator.flops for operator in inside),
-            bytes_moved=sum(operator.bytes_moved for operator in inside),
-            activation_bytes=sum(operator.activation_bytes for operator in inside),
-            seconds=_recomputing(draft, path, inside),
-            recomputed=True,
-        )
-        draft.segments.insert(position, again)
+        again = segment_of(f"recompute.{path}", "backward", inside, recomputed=True)
+        draft.segments.insert(position, replace(again, seconds=_recomputing(draft, path, inside)))
 
 
 def _recomputing(draft: Draft, path: str, forward: list[Operator]) -> float | None:

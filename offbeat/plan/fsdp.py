@@ -7,7 +7,7 @@ ranks that hold all parts. Every further micro-batch gathers and reduces anew.
 """
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from offbeat.graph.model import ITEM_BYTES
 from offbeat.plan.model import Draft, Message, Stage, Window
@@ -38,9 +38,8 @@ def shard_units(draft: Draft) -> None:
     def reduced(unit: str, turn: int) -> list[Stage]:
         behind = spans.get((unit, turn, True), spans["", turn, True]).last
         window = Window(behind, len(draft.segments), behind)
-        kinds: list[tuple[Literal["reduce_scatter", "all_reduce"], Groups]]
-        kinds = [("reduce_scatter", parts), ("all_reduce", copies)] if copies else [("reduce_scatter", parts)]
-        return [Stage(kind, groups, window=window) for kind, groups in kinds]
+        stages = [Stage("reduce_scatter", parts, window=window)]
+        return [*stages, Stage("all_reduce", copies, window=window)] if copies else stages
 
     for message in list(draft.messages):
         unit = units[message.index]
@@ -105,8 +104,9 @@ def _windows(
     for turn in range(turns):
         for backward in (False, True):
             here = {key[0]: span for key, span in spans.items() if key[1:] == (turn, backward)}
-            # The model itself goes first; units that begin together in the order of wrapping.
-            order = sorted(here, key=lambda unit: (here[unit].first, unit != ""))
+            # The model itself goes first; units that begin together in the order of wrapping, or backward's reverse.
+            wrapped = ["", *(reversed(fsdp.wrapped) if backward else fsdp.wrapped)]
+            order = sorted((unit for unit in wrapped if unit in here), key=lambda unit: here[unit].first)
             depth = max(fsdp.prefetch, 1 if backward or implicit else 0)
             for place, unit in enumerate(order):
                 kept = fsdp.reshard(unit) is False

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 TaskKind = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "relay", "update"]
 """A relay sums at its root what the others send, and sends the sum back to them."""
 
-
-REPLICATED: tuple[Synchronizer, ...] = (
-    "all_reduce",
-    "sparse_all_gather",
-    "factor_broadcast",
-    "summation_server",
-)
+REPLICATED: tuple[Synchronizer, ...] = ("all_reduce", "sparse_all_gather", "factor_broadcast", "summation_server")
 """Synchronisers after which every replica applies the update itself."""
 
 

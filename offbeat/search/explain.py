@@ -201,31 +201,23 @@ def _undone(strategy: Strategy, plan: Plan, costs: Costs) -> Iterator[tuple[str,
         cuts = len(plan.communication) - len(plan.messages)
         yield "slicing", f"messages are cut {cuts} times so that urgent ones can overtake", uncut
     if schedule.policy != "fifo":
-        yield (
-            "order",
-            "messages needed first by the next forward go first",
-            rescheduled(strategy, policy="fifo", order=(), pinned=False),
-        )
+        what = "messages needed first by the next forward go first"
+        yield "order", what, rescheduled(strategy, policy="fifo", order=(), pinned=False)
     if schedule.credit_bytes is not None:
         what = f"up to {format_bytes(schedule.credit_bytes)} of messages are in flight at once"
         yield "credit", what, rescheduled(strategy, in_flight=1, credit_bytes=None)
     yield from _undone_modules(strategy, plan.graph)
     for kind in sorted({m.synchronizer for m in plan.messages} - {"all_reduce"}):
         what = f"{sum(m.synchronizer == kind for m in plan.messages)} messages use {kind}"
-
-        def reduced(shard: Shard, kind: str = kind) -> Shard:
-            return Shard(group=shard.group) if shard.synchronizer == kind else shard
-
-        yield f"synchronizer {kind}", what, _changed(strategy, reduced)
+        reduced = _changed(strategy, lambda shard: shard.synchronizer, kind, lambda shard: Shard(group=shard.group))
+        yield f"synchronizer {kind}", what, reduced
     encoded = Counter(m.encoder.name for m in plan.messages if m.encoder.name != "none")
+    plain = {"encoder": Encoder()}
     for encoder, count in sorted(encoded.items()):
         names = {v for m in plan.messages if m.encoder.name == encoder for v in m.variables}
         what = f"the gradients of {len(names)} variables are encoded as {encoder} ({count} messages)"
-
-        def exact(shard: Shard, encoder: str = encoder) -> Shard:
-            return shard.model_copy(update={"encoder": Encoder()}) if shard.encoder.name == encoder else shard
-
-        yield f"encoder {encoder}", what, _changed(strategy, exact)
+        exact = _changed(strategy, lambda shard: shard.encoder.name, encoder, lambda s: s.model_copy(update=plain))
+        yield f"encoder {encoder}", what, exact
 
 
 def _undone_modules(strategy: Strategy, graph: ModelGraph) -> Iterator[tuple[str, str, Strategy]]:
@@ -247,27 +239,26 @@ def _undone_modules(strategy: Strategy, graph: ModelGraph) -> Iterator[tuple[str
 def _undone_choices(strategy: Strategy, fsdp: FullyShard, graph: ModelGraph) -> Iterator[tuple[str, str, Strategy]]:
     """The same for the choices of `fully_shard`."""
     kept = sum(reshard is False for path, reshard in fsdp.units.items() if path)
-    alone = fsdp.model_copy(update={"units": {}})
-    changes: list[tuple[str, str, FullyShard]] = []
-    if fsdp.wrapped:
-        changes.append(("units", f"{len(fsdp.wrapped)} modules are gathered and reduced separately", alone))
-    if kept:
-        freed = fsdp.model_copy(update={"units": dict.fromkeys(fsdp.wrapped, True)})
-        changes.append(("reshard", f"{kept} of them stay gathered until backward", freed))
-    if fsdp.prefetch:
-        ahead = fsdp.model_copy(update={"prefetch": 0})
-        changes.append(("prefetch", f"modules are gathered {fsdp.prefetch} ahead", ahead))
-    if fsdp.replicas > 1:
-        single = fsdp.model_copy(update={"replicas": 1})
-        changes.append(("replicas", f"{fsdp.replicas} groups of ranks each hold all shards", single))
-    for name, what, changed in changes:
-        yield name, what, strategy.model_copy(update={"fsdp": changed})
+    freed = dict.fromkeys(fsdp.wrapped, True)
+    for name, made, what, undone in (
+        ("units", fsdp.wrapped, f"{len(fsdp.wrapped)} modules are gathered and reduced separately", {"units": {}}),
+        ("reshard", kept, f"{kept} of them stay gathered until backward", {"units": freed}),
+        ("prefetch", fsdp.prefetch, f"modules are gathered {fsdp.prefetch} ahead", {"prefetch": 0}),
+        ("replicas", fsdp.replicas > 1, f"{fsdp.replicas} groups of ranks each hold all shards", {"replicas": 1}),
+    ):
+        if made:
+            yield name, what, strategy.model_copy(update={"fsdp": fsdp.model_copy(update=undone)})
     yield from _undone_modules(strategy, graph)
 
 
-def _changed(strategy: Strategy, change: Callable[[Shard], Shard]) -> Strategy:
+def _changed(
+    strategy: Strategy, decided: Callable[[Shard], str], value: str, change: Callable[[Shard], Shard]
+) -> Strategy:
+    """The strategy with those shards changed for which this was decided."""
     variables = {
-        name: config.model_copy(update={"shards": tuple(map(change, config.shards))})
+        name: config.model_copy(
+            update={"shards": tuple(change(shard) if decided(shard) == value else shard for shard in config.shards)}
+        )
         for name, config in strategy.variables.items()
     }
     return strategy.model_copy(update={"variables": variables})

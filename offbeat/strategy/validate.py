@@ -1,11 +1,11 @@
 """Check that a strategy fits a graph and a cluster, with one sentence where it does not."""
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
+from offbeat.graph.blocks import around
 from offbeat.strategy.model import SERVERS, FullyShard, Shard, Strategy, VariableConfig
 from offbeat.units import quote
 
@@ -191,4 +191,4 @@ def _wrap_ranks(shard: Shard, cluster: ClusterSpec) -> Shard:
 def _module_paths(graph: ModelGraph) -> set[str]:
     """The modules that operators belong to, and all modules around them."""
     modules = {operator.module for operator in graph.operators}
-    return {path for module in modules for path in accumulate(module.split("."), "{}.{}".format)} - {""}
+    return {path for module in modules for path in around(module)} - {""}

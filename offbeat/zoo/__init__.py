@@ -21,47 +21,39 @@ if TYPE_CHECKING:
     from offbeat.graph.model import ModelGraph
     from offbeat.zoo.blocks import Built
 
-# The models by module, where each one's function has its name. Strings, so that listing them does not import torch.
-_FAMILIES = {
-    "convolutional": ("vgg16", "resnet50", "resnet101", "wide_resnet", "densenet121"),
-    "inception": ("inception_v3",),
-    "transformers": ("transformer", "bert_3l", "bert_6l", "bert_base", "bert_large", "gpt2", "gpt2_medium", "gpt2_xl"),
-    "recurrent": ("seq2seq", "lm1b"),
-    "dense": ("ncf_dense", "ncf_sparse", "mlp"),
-}
-_MODULES = {name: module for module, names in _FAMILIES.items() for name in names}
 
-
-class Size(NamedTuple):
+class Listed(NamedTuple):
     """A model at scale 1; of one step of one rank's batch, the FLOPs of forward and backward."""
 
+    module: str
+    """Where a function has the model's name. A string, so that listing the models does not import torch."""
     parameters: int
     tensors: int
     batch: int
     flops: int
 
 
-# Kept, because counting takes half a minute; a test counts again.
-SIZES = {
-    "vgg16": Size(138_357_544, 32, 32, 2_966_279_767_888),
-    "resnet50": Size(25_557_032, 161, 32, 779_362_263_429),
-    "resnet101": Size(44_549_160, 314, 32, 1_493_020_178_872),
-    "wide_resnet": Size(68_883_240, 161, 32, 2_183_166_269_317),
-    "densenet121": Size(7_978_856, 364, 32, 539_355_852_873),
-    "inception_v3": Size(23_834_568, 284, 32, 1_097_546_900_718),
-    "transformer": Size(63_047_680, 161, 80, 1_979_337_072_647),
-    "bert_3l": Size(10_884_884, 62, 32, 98_929_227_577),
-    "bert_6l": Size(36_223_564, 110, 32, 563_963_828_137),
-    "bert_base": Size(110_106_428, 206, 32, 2_248_796_013_241),
-    "bert_large": Size(336_226_108, 398, 8, 1_933_006_944_265),
-    "gpt2": Size(124_439_808, 148, 8, 7_158_265_744_640),
-    "gpt2_medium": Size(354_823_168, 292, 8, 20_267_240_135_680),
-    "gpt2_xl": Size(1_557_611_200, 580, 8, 85_471_916_195_776),
-    "seq2seq": Size(67_192_164, 32, 128, 843_011_707_592),
-    "lm1b": Size(832_213_886, 13, 128, 353_173_391_360),
-    "ncf_dense": Size(122_122_801, 10, 256, 248_572_258),
-    "ncf_sparse": Size(122_122_801, 10, 256, 4_373_138),
-    "mlp": Size(2_383_370, 8, 64, 816_728_212),
+# Sizes are kept, because counting takes half a minute; a test counts again.
+MODELS = {
+    "vgg16": Listed("convolutional", 138_357_544, 32, 32, 2_966_279_767_888),
+    "resnet50": Listed("convolutional", 25_557_032, 161, 32, 779_362_263_429),
+    "resnet101": Listed("convolutional", 44_549_160, 314, 32, 1_493_020_178_872),
+    "wide_resnet": Listed("convolutional", 68_883_240, 161, 32, 2_183_166_269_317),
+    "densenet121": Listed("convolutional", 7_978_856, 364, 32, 539_355_852_873),
+    "inception_v3": Listed("inception", 23_834_568, 284, 32, 1_097_546_900_718),
+    "transformer": Listed("transformers", 63_047_680, 161, 80, 1_979_337_072_647),
+    "bert_3l": Listed("transformers", 10_884_884, 62, 32, 98_929_227_577),
+    "bert_6l": Listed("transformers", 36_223_564, 110, 32, 563_963_828_137),
+    "bert_base": Listed("transformers", 110_106_428, 206, 32, 2_248_796_013_241),
+    "bert_large": Listed("transformers", 336_226_108, 398, 8, 1_933_006_944_265),
+    "gpt2": Listed("transformers", 124_439_808, 148, 8, 7_158_265_744_640),
+    "gpt2_medium": Listed("transformers", 354_823_168, 292, 8, 20_267_240_135_680),
+    "gpt2_xl": Listed("transformers", 1_557_611_200, 580, 8, 85_471_916_195_776),
+    "seq2seq": Listed("recurrent", 67_192_164, 32, 128, 843_011_707_592),
+    "lm1b": Listed("recurrent", 832_213_886, 13, 128, 353_173_391_360),
+    "ncf_dense": Listed("dense", 122_122_801, 10, 256, 248_572_258),
+    "ncf_sparse": Listed("dense", 122_122_801, 10, 256, 4_373_138),
+    "mlp": Listed("dense", 2_383_370, 8, 64, 816_728_212),
 }
 
 
@@ -80,7 +72,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def names() -> tuple[str, ...]:
     """The names `build` and `capture` know."""
-    return tuple(_MODULES)
+    return tuple(MODELS)
 
 
 def build(name: str, scale: float = 1.0, batch: int | None = None, **options: Any) -> "Built":
@@ -89,9 +81,9 @@ def build(name: str, scale: float = 1.0, batch: int | None = None, **options: An
     `scale` is in (0, 1]; `batch` is the number of samples and defaults to the papers', shrunk by `scale`. `options` are
     the keyword arguments of the model's own function, such as `dropout` or wide_resnet's `width`.
     """
-    if name not in _MODULES:
-        raise OffbeatError(f"unknown model {name!r}; the zoo has {', '.join(_MODULES)}")
-    builder = getattr(importlib.import_module(f"offbeat.zoo.{_MODULES[name]}"), name)
+    if name not in MODELS:
+        raise OffbeatError(f"unknown model {name!r}; the zoo has {', '.join(MODELS)}")
+    builder = getattr(importlib.import_module(f"offbeat.zoo.{MODELS[name].module}"), name)
     if not (_is_number(scale) and 0 < scale <= 1):
         raise OffbeatError(f"scale: {scale!r} must be a number above 0 and at most 1")
     if batch is not None and not (_is_number(batch, int) and batch >= 1):

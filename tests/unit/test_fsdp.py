@@ -1,5 +1,7 @@
 """FSDP2 as a strategy: what a unit is, when it is gathered and reduced, what that takes and how much it holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from reference import graph_of
@@ -110,6 +112,16 @@ def test_units_are_gathered_for_forward_and_for_backward_and_reduced_behind_it()
     kept = kinds(fsdp(gpt2(), reshard=False))
     assert kept.count(("all_gather", "blocks.0")) == 1
     assert len(kinds(fsdp(gpt2(), root=True))) == 9
+
+
+def test_of_units_that_begin_together_the_one_backward_comes_to_is_gathered_ahead():
+    graph, last = chain(12), "layers.11.weight"
+    joined = [v if v.name == last else replace(v, gradient_from="backward0") for v in graph.variables]
+    plan = fsdp(replace(graph, variables=tuple(joined)))
+    backward = next(place for place, segment in enumerate(plan.segments) if segment.phase == "backward")
+    gathers = [task for task in plan.tasks if task.kind == "all_gather"]
+    ahead = [plan.messages[task.message].variables for task in gathers if task.window.issued == backward]
+    assert ahead == [(last,), ("layers.10.weight",)]
 
 
 def test_every_micro_batch_gathers_and_reduces_anew():

@@ -14,9 +14,8 @@ from offbeat.errors import OffbeatError
 from offbeat.plan import lower
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.select import ranking_accuracy
-from offbeat.simulate.learned.features import NODE_NAMES, WHAT_IFS, WHOLE_NAMES, encode
-from offbeat.simulate.learned.models import Attention, collate, make_model
-from offbeat.simulate.learned.ranking import Samples, Simulator, TrainingSchedule, pairwise_loss
+from offbeat.simulate.learned.features import NODE_NAMES, WHAT_IFS, WHOLE_NAMES, Samples, TrainingSchedule, encode
+from offbeat.simulate.learned.ranking import Attention, Simulator, collate, make_model, pairwise_loss
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import build_strategy
 

@@ -34,7 +34,7 @@ from offbeat.search.auto.select import (
 from offbeat.search.auto.session import target_name
 from offbeat.search.auto.store import Trial, TrialStore
 from offbeat.search.auto.tune import MARGIN, Options, tune
-from offbeat.simulate.learned.ranking import TrainingSchedule
+from offbeat.simulate.learned.features import TrainingSchedule
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import build_strategy
 

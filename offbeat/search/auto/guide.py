@@ -33,8 +33,7 @@ from offbeat.simulate.learned.features import Encoded, Samples, TrainingSchedule
 from offbeat.strategy import Strategy
 
 if TYPE_CHECKING:
-    from offbeat.simulate.learned.models import Kind
-    from offbeat.simulate.learned.ranking import Simulator
+    from offbeat.simulate.learned.ranking import Kind, Simulator
 
 GuideName = Literal["random", "predefined", "linear", "rnn", "gat", "replay", "combined"]
 _LEARNS: tuple["Kind", ...] = ("linear", "rnn", "gat", "combined")

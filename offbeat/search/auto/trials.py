@@ -22,6 +22,7 @@ from offbeat import files
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
+from offbeat.graph.model import divided
 from offbeat.launch import LOOPBACK, POLL_SECONDS, LocalJob, RankEnd, first_failure, free_port, last_words
 from offbeat.search.auto.store import Status, Trial
 from offbeat.strategy import Strategy
@@ -179,10 +180,7 @@ def with_compute_seconds(graph: ModelGraph, forward_seconds: float, backward_sec
     seconds: dict[str, float] = {}
     for operators, total in ((graph.phase("forward"), forward_seconds), (graph.phase("backward"), backward_seconds)):
         # Peaks of an ordinary core: only the proportions count.
-        work = [operator.estimate(5e10, 1e10) for operator in operators]
-        whole = sum(work)
-        for operator, share in zip(operators, work, strict=True):
-            seconds[operator.name] = total * (share / whole if whole else 1 / len(operators))
+        seconds |= divided(total, {operator.name: operator.estimate(5e10, 1e10) for operator in operators})
     return graph.with_seconds(seconds)
 
 

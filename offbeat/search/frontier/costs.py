@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator
+from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator, divided
 from offbeat.search.frontier.algebra import Floats, Ints
 from offbeat.search.frontier.configs import Configurations, configurations
 from offbeat.search.frontier.units import Flow, Map, Unit, Units
@@ -265,8 +265,8 @@ def _operator_seconds(graph: ModelGraph, mesh: FineMesh) -> dict[str, float]:
         spent[next((key for key in _pools(operator) if whole.get(key)), None)] += alone[operator.name]
     total = dict(alone)
     for pool, seconds in spent.items():
-        for name in pools[pool]:
-            total[name] += seconds * (alone[name] / whole[pool] if whole[pool] else 1.0 / len(pools[pool]))
+        for name, share in divided(seconds, {name: alone[name] for name in pools[pool]}).items():
+            total[name] += share
     return total
 
 

@@ -167,7 +167,7 @@ def find_frontier(
             notes.append(f"only operator splits: {error}")
     if not found:
         raise OffbeatError(f"graph {graph.name!r}: no strategy of {', '.join(searched)} can run it on {count} devices")
-    memory, compute, network = np.array([_costs(point) for point in found]).T
+    memory, compute, network = np.array([(p.memory_bytes, p.compute_seconds, p.network_seconds) for p in found]).T
     amounts = columns(memory, compute, network, objectives)
     return ModelFrontier(
         tuple(found[index] for index in frontier_reduce(amounts)),
@@ -210,10 +210,6 @@ def _replicas(candidate: Candidate) -> FrontierPoint:
     compute = min(seconds, step_seconds(unlimited, Costs()))
     strategy = candidate.strategy
     return FrontierPoint(seconds, candidate.peak_bytes, compute, seconds - compute, strategy, engine=strategy.engine)
-
-
-def _costs(point: FrontierPoint) -> tuple[float, float, float]:
-    return point.memory_bytes, point.compute_seconds, point.network_seconds
 
 
 def profile_devices(

@@ -127,8 +127,8 @@ def serve(jobs: Any, may_cut: Any) -> Any:
                 break
             now = ready[by_ready[arrived]]
             continue
-        job = by_tail[waiting[0]]
-        size = _pop(waiting, size)
+        size -= 1
+        job = by_tail[waiting[size]]
         payload = now + overhead
         finish = payload + remaining[job]
         margin = ROUNDING * finish
@@ -249,32 +249,12 @@ def _without_idle_cuts(jobs: Any, best: Any, trials: int) -> Any:
 
 
 @compiled
-def _push(heap: Any, size: int, item: int) -> int:
+def _push(waiting: Any, size: int, item: int) -> int:
+    """Adds a place in `by_tail` so that the lowest stays last. What becomes ready late mostly has a long tail, so this
+    moves few others, and is faster than a heap."""
     position = size
-    while position > 0:
-        above = (position - 1) >> 1
-        if heap[above] <= item:
-            break
-        heap[position] = heap[above]
-        position = above
-    heap[position] = item
+    while position > 0 and waiting[position - 1] < item:
+        waiting[position] = waiting[position - 1]
+        position -= 1
+    waiting[position] = item
     return size + 1
-
-
-@compiled
-def _pop(heap: Any, size: int) -> int:
-    size -= 1
-    item = heap[size]
-    position = 0
-    while True:
-        below = 2 * position + 1
-        if below >= size:
-            break
-        if below + 1 < size and heap[below + 1] < heap[below]:
-            below += 1
-        if heap[below] >= item:
-            break
-        heap[position] = heap[below]
-        position = below
-    heap[position] = item
-    return size

@@ -14,6 +14,7 @@ import numpy as np
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.measured import Costs
 from offbeat.graph import ModelGraph
+from offbeat.graph.model import divided
 from offbeat.plan import Plan, lower
 from offbeat.search.arrange import explicit
 from offbeat.search.pace.fusion import search_fusion
@@ -59,13 +60,11 @@ def operator_seconds(plan: Plan, slots: Floats) -> dict[str, float]:
     device = plan.cluster.device_of(plan.replicas[0])
     found: dict[str, float] = {}
     for slot, seconds in zip(plan.program.slots, slots.tolist(), strict=True):
-        names = plan.segments[slot.segment].operators
-        shares = [plan.graph.operator(name).estimate(device.peak_flops, device.memory_bandwidth) for name in names]
-        whole = sum(shares)
-        for name, share in zip(names, shares, strict=True):
-            # Of several micro-batches the first forward waits for variables, and the last backward completes gradients.
-            if slot.phase == "backward" or name not in found:
-                found[name] = seconds * (share / whole if whole else 1 / len(names))
+        operators = map(plan.graph.operator, plan.segments[slot.segment].operators)
+        own = {op.name: op.estimate(device.peak_flops, device.memory_bandwidth) for op in operators}
+        # Of several micro-batches the first forward waits for variables, and the last backward completes gradients.
+        later = slot.phase == "backward"
+        found |= {name: part for name, part in divided(seconds, own).items() if later or name not in found}
     return found
 
 

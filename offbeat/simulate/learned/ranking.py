@@ -1,6 +1,13 @@
-"""Train a Simulator on encoded plans and measured times; it ranks other plans and can be stored.
+"""Models that rank encoded plans, and their training on measured times.
 
-Pairs of plans from one domain are compared: with measured times t_i < t_j the loss is
+A model gives a plan a score (the logarithm of a time, up to scale) and a hidden vector, in plain torch:
+
+linear     w · z over the features of the whole plan                                     `LinearModel`
+rnn        zi = MLP_i(z_raw ⊕ z_pre); LSTM both ways; MLP_o([h, h'])   (Eqs. 4 to 7)     `RecurrentModel`
+gat        graph attention over shards, mean, linear layer             (Eqs. 8 to 10)    `AttentionModel`
+combined   the replayer's logarithm plus what a linear part learns of its error          `CombinedModel`
+
+To train a `Simulator`, pairs of plans from one domain are compared: with measured times t_i < t_j the loss is
 
     log(1 + exp(s_i − s_j))
 
@@ -15,24 +22,197 @@ import io
 import json
 import math
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.files import one_line
 from offbeat.simulate.learned.features import NODE_NAMES, WHOLE_NAMES, Encoded, Samples, TrainingSchedule, rank_pairs
-from offbeat.simulate.learned.models import HIDDEN, Kind, ScoreModel, collate, make_model
 
 FORMAT = 1
 TIE = 0.03
 """Times closer than this share are not compared: two trials of one strategy differ by that much."""
+Kind = Literal["linear", "rnn", "gat", "combined"]
+HIDDEN = 64
+HEADS = 4
+_NEGATIVE_SLOPE = 0.2
+_GAIN = 4.0
+"""Of what the combined model learns: it moves as fast as the replayer's weight, which begins with this number."""
 
-__all__ = ["Samples", "Simulator", "TrainingSchedule", "pairwise_loss"]
+
+class Batch(NamedTuple):
+    """Plans padded to the longest, with the graph of all of them side by side."""
+
+    nodes: Tensor
+    """(plans, longest, features)"""
+    lengths: Tensor
+    edges: Tensor
+    """(2, edges) of positions in the flattened nodes of all plans without padding."""
+    whole: Tensor
+    base: Tensor
+
+
+def collate(plans: Sequence[Encoded]) -> Batch:
+    lengths = [len(plan.nodes) for plan in plans]
+    starts = np.cumsum([0, *lengths[:-1]])
+    edges = np.concatenate([plan.edges + start for plan, start in zip(plans, starts, strict=True)], axis=1)
+    return Batch(
+        pad_sequence([torch.from_numpy(plan.nodes) for plan in plans], batch_first=True),
+        torch.tensor(lengths),
+        torch.from_numpy(edges),
+        torch.from_numpy(np.stack([plan.whole for plan in plans])),
+        torch.tensor([plan.base for plan in plans], dtype=torch.float32),
+    )
+
+
+class ScoreModel(nn.Module, ABC):
+    """What all models share: features are standardised by the first plans they are trained on."""
+
+    node_mean: Tensor
+    node_scale: Tensor
+    whole_mean: Tensor
+    whole_scale: Tensor
+    base_mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in (("node", len(NODE_NAMES)), ("whole", len(WHOLE_NAMES))):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_scale", torch.ones(size))
+        self.register_buffer("base_mean", torch.zeros(()))
+
+    def standardise(self, plans: Sequence[Encoded]) -> None:
+        """Takes mean and spread of every feature from these plans."""
+        nodes = torch.from_numpy(np.concatenate([plan.nodes for plan in plans]))
+        whole = torch.from_numpy(np.stack([plan.whole for plan in plans]))
+        for name, values in (("node", nodes), ("whole", whole)):
+            spread = values.std(0, correction=0)
+            getattr(self, f"{name}_mean").copy_(values.mean(0))
+            # A feature that never varied says nothing, and a tiny spread would blow up the first plan that differs.
+            getattr(self, f"{name}_scale").copy_(torch.where(spread > 1e-4, 1 / spread, torch.zeros_like(spread)))
+        self.base_mean.fill_(float(np.mean([plan.base for plan in plans])))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(scores, hidden vectors), one per plan."""
+        nodes = ((batch.nodes - self.node_mean) * self.node_scale).clamp(-6, 6)
+        whole = ((batch.whole - self.whole_mean) * self.whole_scale).clamp(-6, 6)
+        return self.score(batch._replace(nodes=nodes, whole=whole, base=batch.base - self.base_mean))
+
+    @abstractmethod
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same of a batch whose features have been put on one scale."""
+
+
+class LinearModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.layer = nn.Linear(len(WHOLE_NAMES), 1)
+        # Random weights rank worse than none, and a convex problem needs no symmetry broken.
+        nn.init.zeros_(self.layer.weight)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.layer(batch.whole).squeeze(-1), batch.whole
+
+
+class RecurrentModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.read = nn.Sequential(nn.Linear(len(NODE_NAMES), hidden), nn.ReLU())
+        self.walk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True)
+        self.decide = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(self.read(batch.nodes), batch.lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.walk(packed)
+        hidden = torch.cat((last[0], last[1]), dim=-1)
+        return self.decide(hidden).squeeze(-1), hidden
+
+
+class Attention(nn.Module):
+    """One layer of graph attention (Veličković et al., 2018) with a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int, heads: int = HEADS) -> None:
+        super().__init__()
+        self.heads, self.width = heads, outputs // heads
+        self.project = nn.Linear(inputs, heads * self.width, bias=False)
+        self.skip = nn.Linear(inputs, heads * self.width)
+        self.source = nn.Parameter(torch.empty(heads, self.width))
+        self.target = nn.Parameter(torch.empty(heads, self.width))
+        nn.init.xavier_uniform_(self.source)
+        nn.init.xavier_uniform_(self.target)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        values = self.project(nodes).view(-1, self.heads, self.width)
+        sender, receiver = edges
+        logits = (values * self.source).sum(-1)[sender] + (values * self.target).sum(-1)[receiver]
+        logits = functional.leaky_relu(logits, _NEGATIVE_SLOPE)
+        # Softmax over the edges into each node; the largest logit is taken off first, as exponentials overflow.
+        index = receiver[:, None].expand(-1, self.heads)
+        largest = torch.full((len(nodes), self.heads), -torch.inf).scatter_reduce(0, index, logits, "amax")
+        weights = torch.exp(logits - largest[receiver])
+        sums = torch.zeros(len(nodes), self.heads).index_add(0, receiver, weights)
+        weights = weights / sums[receiver]
+        mixed = torch.zeros_like(values).index_add(0, receiver, values[sender] * weights[..., None])
+        return functional.elu(mixed.flatten(1) + self.skip(nodes))
+
+
+class AttentionModel(ScoreModel):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        if hidden % HEADS:
+            raise OffbeatError(f"hidden: {hidden} is not a multiple of the {HEADS} attention heads")
+        self.first = Attention(len(NODE_NAMES), hidden)
+        self.second = Attention(hidden, hidden)
+        self.decide = nn.Linear(hidden, 1)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        present = torch.arange(batch.nodes.shape[1])[None] < batch.lengths[:, None]
+        nodes = self.second(self.first(batch.nodes[present], batch.edges), batch.edges)
+        plan = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
+        hidden = torch.zeros(len(batch.lengths), nodes.shape[1]).index_add(0, plan, nodes) / batch.lengths[:, None]
+        return self.decide(hidden).squeeze(-1), hidden
+
+
+class CombinedModel(ScoreModel):
+    """Starts as the replayer's own ranking and learns where that is wrong, from its sensitivities above all.
+
+    It has no recurrent part: with the tens of trials of a search such a part ranked held-out plans worse, not better
+    (benchmarks/ranking.py).
+    """
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.linear = nn.Linear(len(WHOLE_NAMES) + 1, 1)
+        self.trust = nn.Parameter(torch.tensor(4.0))
+        """Weight of the replayer's logarithm."""
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen = torch.cat((batch.whole, batch.base[:, None]), dim=1)
+        return self.trust * batch.base + _GAIN * self.linear(seen).squeeze(-1), seen
+
+
+_MODELS: dict[str, type[ScoreModel]] = {
+    "linear": LinearModel,
+    "rnn": RecurrentModel,
+    "gat": AttentionModel,
+    "combined": CombinedModel,
+}
+
+
+def make_model(kind: Kind, hidden: int = HIDDEN) -> ScoreModel:
+    if kind not in _MODELS:
+        raise OffbeatError(f"simulator: {kind!r} is not one of {', '.join(get_args(Kind))}")
+    return _MODELS[kind](hidden)  # type: ignore[call-arg]
 
 
 class Simulator:

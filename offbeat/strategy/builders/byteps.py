@@ -2,15 +2,7 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import (
-    Size,
-    bytes_option,
-    parts_within,
-    rows,
-    served,
-    server_ranks,
-    unfused,
-)
+from offbeat.strategy.builders._common import Size, bytes_option, parts_within, rows, served, server_ranks, unfused
 from offbeat.strategy.model import Schedule, Strategy, VariableConfig
 
 

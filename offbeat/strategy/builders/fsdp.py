@@ -1,11 +1,11 @@
 """torch's FSDP2: units of modules whose variables are gathered before use and freed afterwards."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
+from offbeat.graph.blocks import ModuleTree, totals
 from offbeat.strategy.builders._common import bytes_option
 from offbeat.strategy.model import FullyShard, Precision, Reshard, Strategy
 from offbeat.strategy.validate import unit_problems
@@ -40,14 +40,16 @@ def build(
     are left to the model. `reshard` is every unit's choice and `root` the model's own; `recompute` computes every unit
     again in backward.
     """
-    if isinstance(units, str) and units == "auto":
-        chosen = _blocks(graph) or _modules(graph, graph.parameter_bytes * LARGEST_MODULE)
-    elif isinstance(units, str | int | float):
-        chosen = _modules(graph, bytes_option("units", units))
+    if isinstance(units, str | int | float):
+        tree = ModuleTree(graph)
+        held = totals((variable.name.rpartition(".")[0], variable.bytes) for variable in graph.variables)
+        automatic = units == "auto"
+        largest = graph.parameter_bytes * LARGEST_MODULE if automatic else bytes_option("units", units)
+        chosen = _blocks(tree, held, graph.parameter_bytes * LARGEST_BLOCK) if automatic else []
+        chosen = chosen or [path for path in tree.split(held, largest) if held[path]]
+        chosen = [path for path in chosen if not any(unit_problems(FullyShard(units={path: True}), graph))]
     else:
         chosen = list(units)
-    if isinstance(units, str | int | float):
-        chosen = [path for path in chosen if not any(unit_problems(FullyShard(units={path: True}), graph))]
     described = FullyShard(
         units=dict.fromkeys(chosen, reshard) | ({"": root} if root is not False else {}),
         prefetch=prefetch,
@@ -58,56 +60,16 @@ def build(
     return Strategy(fsdp=described, recompute=tuple(chosen) if recompute else ())
 
 
-class _Tree:
-    """The modules that operators belong to, with the bytes of the variables inside each."""
-
-    def __init__(self, graph: ModelGraph) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.children: dict[str, dict[str, None]] = defaultdict(dict)
-        forward = graph.phase("forward")
-        self.called = {operator.module for operator in forward}
-        for path in dict.fromkeys(operator.module for operator in forward):
-            for outer, inner in pairwise(_around(path)):
-                self.children[outer][inner] = None
-        for variable in graph.variables:
-            for path in _around(variable.name.rpartition(".")[0]):
-                self.bytes[path] += variable.bytes
-
-    def is_list(self, path: str) -> bool:
-        """Whether it may be a list of modules, which is never called itself."""
-        inner = self.children[path]
-        return path not in self.called and all(each.rpartition(".")[2].isdigit() for each in inner)
-
-    def split(self, path: str, limit: float) -> list[str]:
-        """Modules with variables inside one, each of at most so many bytes or without parts, in forward's order."""
-        inner = list(self.children[path])
-        if inner and (not path or self.is_list(path) or self.bytes[path] > limit):
-            return [unit for each in inner for unit in self.split(each, limit)]
-        return [path] if path and self.bytes[path] else []
-
-    def blocks(self, path: str, limit: float) -> list[str]:
-        """Members of lists inside a module: the outermost, or those inside them where they are too large."""
-        inner = list(self.children[path])
-        members = [each for each in inner if each.rpartition(".")[2].isdigit() and self.bytes[each]]
-        found: list[str] = []
-        for each in inner:
-            within = self.blocks(each, limit)
-            whole = len(members) > 1 and each in members and not self.is_list(each)
-            parts = self.bytes[each] > limit and within
-            if whole and not (parts and min(self.bytes[part] for part in parts) > SMALLEST_PART * self.bytes[each]):
-                within = [each]
-            found += within
-        return found
-
-
-def _around(path: str) -> list[str]:
-    """A module and all around it, outermost first."""
-    return ["", *accumulate(path.split("."), "{}.{}".format)] if path else [""]
-
-
-def _blocks(graph: ModelGraph) -> list[str]:
-    return _Tree(graph).blocks("", graph.parameter_bytes * LARGEST_BLOCK)
-
-
-def _modules(graph: ModelGraph, limit: float) -> list[str]:
-    return _Tree(graph).split("", limit)
+def _blocks(tree: ModuleTree, held: Counter[str], limit: float, path: str = "") -> list[str]:
+    """Members of lists inside a module: the outermost, or those inside them where they are too large."""
+    inner = list(tree.children[path])
+    members = [each for each in inner if each.rpartition(".")[2].isdigit() and held[each]]
+    found: list[str] = []
+    for each in inner:
+        within = _blocks(tree, held, limit, each)
+        whole = len(members) > 1 and each in members and not tree.is_list(each)
+        parts = held[each] > limit and within
+        if whole and not (parts and min(held[part] for part in parts) > SMALLEST_PART * held[each]):
+            within = [each]
+        found += within
+    return found
