@@ -1,14 +1,37 @@
-"""CPU steal: the share of the processors' time that other virtual machines on the same host took.
+"""Processor time: what other virtual machines on the same host took, and what this process got.
 
 A measurement taken while much time was stolen is repeated. The steal alone decides which measurement counts, never the
 measured value.
 """
 
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 QUIET = 0.02
 """Share of the processors' time below which a measurement counts as undisturbed."""
 _STEAL_COLUMN = 7
+
+
+class ProcessorTime(NamedTuple):
+    """Seconds since some moment in the past."""
+
+    helpers: float
+    """In which this process's other threads ran, such as those of gloo, and the kernel for them."""
+    delayed: float
+    """In which this thread could have run, but no processor was free; 0 where the kernel does not tell."""
+
+    @classmethod
+    def now(cls) -> "ProcessorTime":
+        try:
+            delayed = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            delayed = 0.0
+        return cls(time.process_time() - time.thread_time(), delayed)
+
+    def since(self, before: "ProcessorTime") -> "ProcessorTime":
+        """What has been added since then."""
+        return ProcessorTime(self.helpers - before.helpers, max(0.0, self.delayed - before.delayed))
 
 
 class CpuSteal:

@@ -82,6 +82,10 @@ class Costs:
     Else it is applied at once when the last one is there."""
     interference: float = 0.0
     """Slowdown of compute while the link is busy: 0.2 means that a second takes 1.2."""
+    processor_seconds: float = 0.0
+    """Seconds that each collective takes from computing on the same processors, while it is under way."""
+    processor_seconds_per_byte: float = 0.0
+    """The same for each byte that a rank sends."""
     compute_scale: Mapping[int, float] = field(default_factory=dict)
     """Factor on the compute of single ranks, for stragglers."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +119,16 @@ class Costs:
         if in_flight < 2:
             return taken * factor + more, 0.0, overhead
         return (taken - hidden) * factor + more, hidden, overhead
+
+    def taken_from_compute(self, task: Task, seconds: float) -> float:
+        """Seconds by which a collective that is under way for so many `seconds` prolongs computing meanwhile."""
+        processor = self.processor_seconds + self.processor_seconds_per_byte * task.link_bytes
+        return processor + seconds * self.interference / (1 + self.interference)
+
+    @property
+    def slows_compute(self) -> bool:
+        """Whether communication takes anything from computing."""
+        return self.interference > 0 or self.processor_seconds > 0 or self.processor_seconds_per_byte > 0
 
     def goes_straight(self, task: Task) -> bool:
         """Whether links are occupied for different times, each in one direction (`straight_seconds`)."""

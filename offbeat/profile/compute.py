@@ -2,12 +2,15 @@
 
 A step that accumulates gradients has several passes, whose mean is the graph's (`ModelGraph.passes`).
 
-Communication slows computing down (`Costs.interference`): a span that takes `base` seconds alone takes
-`base * (1 + factor * share)` if communication is in flight for `share` of it. The factor is the slope of a span's
+Communication slows computing down. Where both share processors, each collective takes some seconds from computing, and
+some more for each byte (`Costs.processor_seconds`). Calibration tells how long the backend's threads work for them on
+an idle machine; how much of that computing has to wait for is what the recorded steps waited for a free processor
+(`own_processor_seconds`). Elsewhere, as on a GPU, a span that takes `base` seconds alone takes `base * (1 + factor *
+share)` if communication is in flight for `share` of it (`Costs.interference`). The factor is the slope of a span's
 relative duration over its share in different steps, pooled over all spans (`fit_interference`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median, mode
@@ -16,11 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import Constant, Operator, Phase, TensorSpec, Variable, update_operators
+from offbeat.plan.model import sent_per_byte
 from offbeat.profile.lines import RankTrace, Step
-from offbeat.simulate.predict import busy_until
+from offbeat.simulate.predict import taken_until
 from offbeat.timeline.observer import covered
 
 STRAGGLER = 0.03
@@ -30,13 +35,20 @@ LEAST_SPREAD = 0.02
 LEAST_SECONDS = 2e-4
 """Shorter spans are mostly noise."""
 MOST = 1.0
+MOST_DELAYED = 2.0
+"""The largest factor between what communication takes from computing and what it takes on an idle machine."""
+Floats = NDArray[np.float64]
+Until = Callable[[Floats], Floats]
+"""A quantity that has come together up to a time."""
 _UNKNOWN: dict[str, Any] = {"kind": "other", "target": "module", "inputs": (), "outputs": ()}
 _UNKNOWN |= dict.fromkeys(("flops", "bytes_read", "bytes_written", "activation_bytes"), 0)
 """Fields of an operator that hooks do not tell."""
 
 
-def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: int = 1) -> tuple[ModelGraph, float]:
-    """The graph that was run, and how much communication slows it down.
+def measured_graph(
+    traces: list[RankTrace], costs: Costs, parts: int = 1, synchronisations: int = 1
+) -> tuple[ModelGraph, Costs]:
+    """The graph that was run, and the costs with what communication took from computing in these steps.
 
     It has one forward operator per call of a module with parameters and one backward operator per gradient, with the
     seconds each takes while nothing is sent. `parts` is the number of micro-batches per batch of the training loop.
@@ -47,7 +59,7 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
     passes = mode(len(step.passes) for step in first.steps)
     # A pass that follows a synchronising one may have waited for it.
     counted = 1 if synchronisations > 1 else passes
-    factor, (forward, backward) = _alone(traces, calls, grads, passes, counted)
+    costs, (forward, backward) = _alone(traces, costs, calls, grads, passes, counted)
     shapes = {name: (shape, dtype) for name, shape, dtype in first.parameters}
     names = [first.gradients[parameter] for parameter in grads]
     modules = [first.modules[module] for module in calls]
@@ -87,7 +99,7 @@ def measured_graph(traces: list[RankTrace], parts: int = 1, synchronisations: in
         optimizer_slots=slots,
         passes=max(1, passes // parts),
     )
-    return graph, factor
+    return graph, costs
 
 
 def _with_memory(
@@ -150,47 +162,104 @@ def with_variables_of(measured: ModelGraph, base: ModelGraph) -> ModelGraph:
 
 
 def _alone(
-    traces: list[RankTrace], calls: tuple[int, ...], grads: tuple[int, ...], passes: int, counted: int
-) -> tuple[float, tuple[list[float], list[float]]]:
-    """The interference factor, and the seconds of each forward and backward span without it (medians over steps).
+    traces: list[RankTrace], costs: Costs, calls: tuple[int, ...], grads: tuple[int, ...], passes: int, counted: int
+) -> tuple[Costs, tuple[list[float], list[float]]]:
+    """The costs with what communication takes from computing, and the seconds of each forward and backward span
+    without that (medians over steps).
 
     Steps that make these calls and gradients in so many passes count, with the first `counted` of their passes.
     """
-    found = []
-    for spans, keys in (("forward", calls), ("backward", grads)):
-        samples = [_shares(trace, spans, keys, passes) for trace in traces]
-        found.append([(s[:, :counted], share[:, :counted]) for s, share in samples if len(s)])
-    flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for phase in found for s, share in phase]
-    factor = fit_interference(flat)
-    seconds = []
-    for phase in found:
-        ranks = [(np.median(s, axis=0) / (1 + factor * share.mean(axis=0))).mean(axis=0) for s, share in phase]
-        if not ranks:
-            raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
-        seconds.append(np.median(np.array(ranks), axis=0).tolist())
-    return factor, (seconds[0], seconds[1])
+    told = own_processor_seconds(traces, costs)
+
+    def samples(until: Callable[[RankTrace], Until]) -> list[list[tuple[Floats, Floats]]]:
+        found = []
+        for spans, keys in (("forward", calls), ("backward", grads)):
+            each = [_spans(trace, spans, keys, passes, until(trace)) for trace in traces]
+            found.append([(s[:, :counted], lost[:, :counted]) for s, lost in each if len(s)])
+        return found
+
+    if told is not None:
+        costs, alone = (
+            told,
+            [
+                [np.median(s - lost, axis=0).mean(axis=0) for s, lost in phase]
+                for phase in samples(lambda trace: taken_by(trace, told))
+            ],
+        )
+    else:
+        shares = [[(s, busy / np.maximum(s, 1e-12)) for s, busy in phase] for phase in samples(_busy)]
+        flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for phase in shares for s, share in phase]
+        costs = replace(
+            costs, interference=fit_interference(flat), processor_seconds=0.0, processor_seconds_per_byte=0.0
+        )
+        alone = [
+            [(np.median(s, axis=0) / (1 + costs.interference * share.mean(axis=0))).mean(axis=0) for s, share in phase]
+            for phase in shares
+        ]
+    if not all(alone):
+        raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
+    forward, backward = (np.maximum(np.median(np.array(ranks), axis=0), 0.0).tolist() for ranks in alone)
+    return costs, (forward, backward)
 
 
-def _shares(
-    trace: RankTrace, spans: str, wanted: tuple[int, ...], passes: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds, and share of communication, of each span of `Pass.forward` or `Pass.backward`.
+def _spans(trace: RankTrace, spans: str, wanted: tuple[int, ...], passes: int, until: Until) -> tuple[Floats, Floats]:
+    """Seconds of each span of `Pass.forward` or `Pass.backward`, and how much `until` grows in it.
 
     Both are arrays (steps that made the wanted calls, passes, spans).
     """
-    seconds, share = [], []
-    rows = [row for step in trace.steps for row in step.communication]
-    busy = busy_until(np.array([row.issued for row in rows]), np.array([row.finished for row in rows]))
+    seconds, grown = [], []
     for step in trace.steps:
         found = [getattr(part, spans) for part in step.passes]
         if [tuple(key for key, _, _ in part) for part in found] != [wanted] * passes:
             continue
         start = np.array([[begin for _, begin, _ in part] for part in found])
         end = np.array([[finish for _, _, finish in part] for part in found])
-        length = np.maximum(end - start, 1e-12)
         seconds.append(end - start)
-        share.append((busy(end) - busy(start)) / length)
-    return np.array(seconds), np.array(share)
+        grown.append(until(end) - until(start))
+    return np.array(seconds), np.array(grown)
+
+
+def _busy(trace: RankTrace) -> Until:
+    """Seconds, up to a time, in which at least one collective was under way."""
+    rows = [row for step in trace.steps for row in step.communication]
+    start, end = np.array([row.issued for row in rows]), np.array([row.finished for row in rows])
+    order = np.argsort(start, kind="stable")
+    start, reached = start[order], np.maximum.accumulate(end[order])
+    start = np.maximum(start, np.append(-np.inf, reached)[: len(start)])
+    return taken_until(start, np.maximum(reached, start), np.maximum(reached - start, 0.0))
+
+
+def taken_by(trace: RankTrace, costs: Costs) -> Until:
+    """Seconds that communication had taken from computing up to a time."""
+    rows = [row for step in trace.steps for row in step.communication]
+    start, end = np.array([row.issued for row in rows]), np.array([row.finished for row in rows])
+    sent = np.array([row.bytes * sent_per_byte(row.kind, row.ranks) for row in rows])
+    taken = costs.processor_seconds + costs.processor_seconds_per_byte * sent
+    return taken_until(start, np.maximum(end, start), taken)
+
+
+def own_processor_seconds(traces: list[RankTrace], costs: Costs) -> Costs | None:
+    """The costs with as much taken from computing as the recorded steps waited for a free processor; None where
+    that, or the backend's work on an idle machine, is not known."""
+    factors = []
+    for trace in traces if costs.processor_seconds or costs.processor_seconds_per_byte else ():
+        known = [step for step in trace.steps if step.processor is not None]
+        until, lost = taken_by(trace, costs), []
+        for step in known:
+            spans = np.array(_compute_spans(step)).reshape(-1, 2)
+            lost.append(float((until(spans[:, 1]) - until(spans[:, 0])).sum()))
+        delayed = median(step.processor.delayed for step in known if step.processor) if known else 0.0
+        if delayed and median(lost):
+            factors.append(delayed / median(lost))
+    if not factors:
+        return None
+    factor = min(median(factors), MOST_DELAYED)
+    return replace(
+        costs,
+        interference=0.0,
+        processor_seconds=costs.processor_seconds * factor,
+        processor_seconds_per_byte=costs.processor_seconds_per_byte * factor,
+    )
 
 
 def fit_interference(samples: list[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> float:

@@ -14,6 +14,7 @@ import orjson
 from pydantic import BaseModel, Field, StrictBool, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from offbeat.cpu_steal import ProcessorTime
 from offbeat.errors import OffbeatError
 from offbeat.files import first_problem
 from offbeat.graph.model import ITEM_BYTES
@@ -99,6 +100,8 @@ class Step:
     """Messages from rank to rank, where they were asked for."""
     host_late_ns: int = 0
     """Nanoseconds in which a GPU had done all that the host had given it."""
+    processor: ProcessorTime | None = None
+    """Where steps compute on processors, in traces that tell."""
 
 
 @checked_dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,7 @@ class _StepLine(BaseModel):
     """What ended meanwhile; it may belong to an earlier step."""
     transactions: list[Transaction] = []
     host_late_ns: Size = 0
+    processor: tuple[Seconds, Seconds] | None = None
 
 
 _HEADER = TypeAdapter(Header)
@@ -321,7 +325,10 @@ def _steps(
         late = sum(each.host_late_ns for each in joined)
         messages = tuple(transactions[slice(*np.searchsorted(sent, (line.begin, line.end)))])
         passes = _passes(line)
-        steps.append(Step(line.step, line.begin, line.end, passes, tuple(line.local), numbered, plan, messages, late))
+        told = [each.processor for each in joined if each.processor is not None]
+        processor = ProcessorTime(*map(sum, zip(*told, strict=True))) if len(told) == len(joined) else None
+        local = tuple(line.local)
+        steps.append(Step(line.step, line.begin, line.end, passes, local, numbered, plan, messages, late, processor))
     return tuple(steps)
 
 

@@ -41,6 +41,7 @@ from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
 from offbeat.runtime.comm import known_costs
+from offbeat.runtime.retime import MeasuredLink
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import KINDS, Timeline
@@ -113,15 +114,21 @@ class Profile:
 
 
 def profile_in_place(
-    recorded: Sequence[Sequence[dict[str, Any]]], link: tuple[float, float] | None, world: int, graph: ModelGraph
+    recorded: Sequence[Sequence[dict[str, Any]]], link: MeasuredLink | None, world: int, graph: ModelGraph
 ) -> Profile:
     """The profile of a running job from what `MemoryRecorder` noted on its first ranks, with the variables of `graph`.
 
-    `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
+    `link` is an all-reduce among all ranks, where measured.
     """
     traces = [read_rank(Path(f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
-    fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
-    costs = replace(known_costs(traces[0].backend, world), collectives=fits)
+    costs = known_costs(traces[0].backend, world)
+    if link is not None:
+        costs = replace(
+            costs,
+            collectives={("all_reduce", world): CollectiveFit(link.seconds, 0.0, link.seconds_per_byte)},
+            processor_seconds=link.processor_seconds,
+            processor_seconds_per_byte=link.processor_seconds_per_byte,
+        )
     profile = make_profile(traces, costs)
     return replace(profile, graph=with_variables_of(profile.graph, graph))
 
@@ -148,7 +155,8 @@ def make_profile(
     said += alignment.notes if alignment else ()
     # How often most steps issue each collective.
     synchronisations = 1 + mode(max((row.turn for row in step.communication), default=0) for step in steady[0].steps)
-    graph, interference = measured_graph(steady, 1 if strategy is None else strategy.accumulation, synchronisations)
+    parts = 1 if strategy is None else strategy.accumulation
+    graph, costs = measured_graph(steady, costs, parts, synchronisations)
     if synchronisations > 1:
         said.append(
             f"gradients are synchronised {synchronisations} times a step; with model.no_sync() around all backward "
@@ -164,7 +172,6 @@ def make_profile(
     costs = replace(
         costs,
         collectives=fits,
-        interference=interference,
         gap_seconds=gap_seconds(steady),
         compute_scale=compute_scale(steady),
         update_call_seconds=per_call,

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offbeat.arguments import checked
+from offbeat.cpu_steal import ProcessorTime
 from offbeat.errors import OffbeatError
 from offbeat.graph.capture import is_capturing
 from offbeat.launch import machine_name, this_place
@@ -112,6 +113,8 @@ class Recorder:
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
             self.unwritten.append({"plan": changed})
         ended, self.collectives = self.collectives, []
+        if isinstance(self.clock, HostClock):
+            self.line["processor"] = ProcessorTime.now().since(self.processor)
         # Collectives that end during a later step are written with it; each says which step it belongs to.
         self.unwritten.append(self.line | {"end": now, "communication": ended, **self._messages_ended()})
         if isinstance(self.clock, HostClock) or len(self.unwritten) >= WAITING_STEPS:
@@ -305,6 +308,7 @@ class Recorder:
         self.issued = 0
         """Number of torch.distributed's collectives in this step."""
         noted: dict[str, Any] = {name: [] for name in ("calls", "forward", "backward", "local")}
+        self.processor = ProcessorTime.now()
         self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": self.clock.now()}
         """The line of the current step; see `offbeat.profile.lines`."""
 

@@ -28,6 +28,7 @@ SHOWN_STEPS = 2
 SHOWN_RANKS = 64
 """With more ranks, only one of each role is shown."""
 INTERFERENCE_ROUNDS = 4
+SHORTEST_SECONDS = 1e-9
 
 
 def simulate(
@@ -56,14 +57,14 @@ def simulate(
     costs = costs or Costs()
     roles = find_roles(plan, costs.compute_scale, fold and not expand)
     built = (ExpandedSteps if expand else Steps)(plan, costs, roles, steps)
-    return _timeline(built, _replay_with_interference(built, costs.interference), steps, memory)
+    return _timeline(built, _replay_with_interference(built), steps, memory)
 
 
-def _replay_with_interference(built: Steps, interference: float) -> Replay:
+def _replay_with_interference(built: Steps) -> Replay:
     result = replay(built.graph())
-    if interference <= 0:
+    if not built.costs.slows_compute:
         return result
-    base, device = result.graph.duration_seconds, built.device
+    base, device, taken = result.graph.duration_seconds, built.device, built.taken_from_compute()
     # Devices come in pairs: a role computes on an even one and sends on the odd one behind it.
     computing = (device >= 0) & (device % 2 == 0)
     for _ in range(INTERFERENCE_ROUNDS):
@@ -71,24 +72,25 @@ def _replay_with_interference(built: Steps, interference: float) -> Replay:
         for role in np.unique(device[computing] // 2):
             link = device == 2 * role + 1
             mine = device == 2 * role
-            busy = busy_until(result.start[link], result.end[link])
-            overlap[mine] = busy(result.end[mine]) - busy(result.start[mine])
-        slower = base + np.where(computing, overlap * interference / (1 + interference), 0.0)
+            until = taken_until(result.start[link], result.end[link], taken[link])
+            overlap[mine] = until(result.end[mine]) - until(result.start[mine])
+        slower = base + np.where(computing, overlap, 0.0)
         result = replay(built.graph(slower))
     return result
 
 
-def busy_until(start: Floats, end: Floats) -> Callable[[Floats], Floats]:
-    """A function of time: seconds up to it in which at least one of the intervals was open."""
-    if not len(start):
+def taken_until(start: Floats, end: Floats, taken: Floats) -> Callable[[Floats], Floats]:
+    """A function of time: seconds that have been taken from computing up to it, `taken` evenly over each interval."""
+    times = np.concatenate((start, end))
+    if not len(times):
         return lambda at: np.zeros(np.shape(at))
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    # An interval that begins after all earlier ones have ended closes a stretch of time and opens the next.
-    gap = start[1:] > reach[:-1]
-    begins, ends = start[np.append(True, gap)], reach[np.append(gap, True)]
-    times, busy = np.column_stack((begins, ends)).ravel(), np.append(0.0, np.cumsum(ends - begins))
-    return lambda at: np.interp(at, times, np.repeat(busy, 2)[1:-1])
+    # An interval without a length is stretched, so that it takes what it takes.
+    rate = taken / np.maximum(end - start, SHORTEST_SECONDS)
+    times = np.concatenate((start, np.maximum(end, start + SHORTEST_SECONDS)))
+    order = np.argsort(times, kind="stable")
+    times, rates = times[order], np.cumsum(np.concatenate((rate, -rate))[order])
+    total = np.append(0.0, np.cumsum(rates[:-1] * np.diff(times)))
+    return lambda at: np.interp(at, times, total)
 
 
 def _timeline(built: Steps, result: Replay, steps: int, memory: bool) -> Timeline:

@@ -145,6 +145,25 @@ class Steps:
             lag_seconds=self.column("lag"),
         )
 
+    def taken_from_compute(self) -> NDArray[np.float64]:
+        """Seconds that each task on a link takes from computing; a collective's are shared out over its parts."""
+        seconds, exchange = self.column("seconds", np.float64), self.column("exchange", np.int64)
+        found = np.zeros(len(self.tasks))
+        parts = np.flatnonzero((exchange >= 0) & (self.column("device", np.int64) >= 0))
+        if not len(parts):
+            return found
+        place = np.column_stack((self.column("role", np.int64), self.column("step", np.int64), exchange))[parts]
+        _, whole = np.unique(place, axis=0, return_inverse=True)
+        whole = whole.ravel()
+        under_way = np.bincount(whole, seconds[parts])
+        first = np.unique(whole, return_index=True)[1]
+        tasks = [self.roles.exchanges[each].task for each in exchange[parts[first]]]
+        taken = np.array(list(map(self.costs.taken_from_compute, tasks, under_way)))
+        # Of parts that take no time, each takes as much.
+        share = np.maximum(seconds[parts], 1e-12)
+        found[parts] = taken[whole] * share / np.bincount(whole, share)[whole]
+        return found
+
     def started(self, result: Replay) -> NDArray[np.float64]:
         """When each of `tasks` started in a replay of the graph."""
         return result.start

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offbeat.compiled import compiled
 from offbeat.cost.measured import Costs, message_updates, update_seconds
 from offbeat.plan import Plan
-from offbeat.simulate.predict import INTERFERENCE_ROUNDS, SHOWN_RANKS, STEADY_STEPS, busy_until
+from offbeat.simulate.predict import INTERFERENCE_ROUNDS, SHOWN_RANKS, STEADY_STEPS, taken_until
 from offbeat.simulate.roles import find_roles
 from offbeat.simulate.step import exchange_costs, segment_seconds
 
@@ -44,9 +44,15 @@ class StepArrays(NamedTuple):
     optimizer: float
     """The one update of barrier mode."""
     barrier: bool
-    interference: float
+    taken: Floats
+    """Seconds that each task takes from computing while it is under way."""
     weight: Floats
     """Number of ranks that each role represents in the mean over ranks."""
+
+    @property
+    def slowed(self) -> bool:
+        """Whether communication takes anything from computing."""
+        return bool(self.taken.any())
 
     def seconds(self) -> float:
         """Seconds of a step in the steady state."""
@@ -54,15 +60,14 @@ class StepArrays(NamedTuple):
         return float((begins[:, -1] - begins[:, -2]) @ self.weight / self.weight.sum())
 
     def replay(self) -> tuple[Floats, Floats]:
-        """Start of each role's steps; seconds that interference adds to each stretch of compute in them."""
+        """Start of each role's steps; seconds that communication adds to each stretch of compute in them."""
         # The last stretch is the optimizer.
         extra = np.zeros((len(self.durations), STEADY_STEPS, len(self.waits) + 1))
         begins, start, end, link_start, link_end = _replay(self, STEADY_STEPS, extra)
         computing = end > start
-        for _ in range(INTERFERENCE_ROUNDS if self.interference > 0 else 0):
-            busy = busy_until(link_start.ravel(), link_end.ravel())
-            share = self.interference / (1 + self.interference)
-            extra = np.where(computing, (busy(end) - busy(start)) * share, 0.0)
+        for _ in range(INTERFERENCE_ROUNDS if self.slowed else 0):
+            until = taken_until(link_start.ravel(), link_end.ravel(), np.tile(self.taken, STEADY_STEPS))
+            extra = np.where(computing, until(end) - until(start), 0.0)
             begins, start, end, link_start, link_end = _replay(self, STEADY_STEPS, extra)
         return begins, extra
 
@@ -162,6 +167,8 @@ def arrays_of(plan: Plan, costs: Costs, *, fold: bool = True) -> StepArrays | No
         gap=gap,
         optimizer=update_seconds(plan, costs, estimates, program.whole) if program.whole else 0.0,
         barrier=program.barrier,
-        interference=costs.interference,
+        taken=np.array(
+            [costs.taken_from_compute(s.task, t) for s, (t, _) in zip(sends, price, strict=True)], np.float64
+        ),
         weight=np.array([len(ranks) if few else 1 for ranks in roles.ranks], np.float64),
     )

@@ -190,7 +190,7 @@ def _compute(arrays: StepArrays, ahead: int) -> tuple[Floats, Floats]:
     compute = np.ascontiguousarray(arrays.durations[:, arrays.slots])
     role = int(np.argmax(compute[:, :ahead].sum(axis=1) + compute[:, ahead:].sum(axis=1)))
     seconds = arrays.durations[role]
-    if arrays.interference > 0:
+    if arrays.slowed:
         seconds = seconds + arrays.replay()[1][role, -2, :-1]
     return seconds[forward], seconds[backward]
 
