@@ -1,9 +1,15 @@
-"""The factor by which communication slows computing down is found in what was recorded."""
+"""How much communication slows computing down is found in what was recorded."""
+
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offbeat.profile.compute import fit_interference
+from offbeat.cost.measured import Costs
+from offbeat.cpu_steal import ProcessorTime
+from offbeat.profile.compute import fit_interference, own_processor_seconds
+from offbeat.profile.lines import Collective, Pass, RankTrace, Step
 
 
 def samples(factor: float, seed: int, spread: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -28,3 +34,49 @@ def test_shares_that_do_not_vary_tell_nothing() -> None:
 def test_too_few_steps_tell_nothing() -> None:
     seconds, share = samples(0.5, 0)
     assert fit_interference([(seconds[:2], share[:2])]) == 0.0
+
+
+IDLE = Costs(processor_seconds=1e-3, processor_seconds_per_byte=1e-9, interference=0.2)
+
+
+def trace(delayed: float | None) -> RankTrace:
+    """Each step computes for 40 ms. Two messages are under way, one of them beside computing for half of its time."""
+    steps = []
+    for number in range(5):
+        at = 0.1 * number
+        rows = tuple(
+            Collective(task, "all_reduce", f"m{task}", 10**6, 2, begin, begin, begin + 0.02)
+            for task, begin in ((0, at + 0.01), (1, at + 0.03))
+        )
+        computed = Pass(at, at, (), ((0, at, at + 0.04),), at + 0.04)
+        processor = None if delayed is None else ProcessorTime(0.01, delayed)
+        steps.append(Step(number, at, at + 0.06, (computed,), (), rows, processor=processor))
+    return RankTrace(
+        rank=0, world=2, job="ddp", machine="here", modules=(), parameters=(), gradients=(), path=Path("rank0"),
+        steps=tuple(steps),
+    )  # fmt: skip
+
+
+def test_what_a_job_waits_for_a_processor_scales_the_work_of_its_messages() -> None:
+    """2 ms of work for each message and rank, 3 ms of it beside computing, which waited for 1.5 ms."""
+    found = own_processor_seconds([trace(1.5e-3)], IDLE)
+    assert found is not None
+    assert found.processor_seconds == pytest.approx(IDLE.processor_seconds / 2)
+    assert found.processor_seconds_per_byte == pytest.approx(IDLE.processor_seconds_per_byte / 2)
+    assert found.interference == 0.0
+
+
+@pytest.mark.parametrize(
+    ("delayed", "costs"), [(None, IDLE), (0.0, IDLE), (1.5e-3, Costs())], ids=["old trace", "not told", "not measured"]
+)
+def test_without_a_measurement_nothing_is_said(delayed: float | None, costs: Costs) -> None:
+    assert own_processor_seconds([trace(delayed)], costs) is None
+
+
+def test_time_on_the_processor_is_this_process_and_thread() -> None:
+    before, end = ProcessorTime.now(), time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    passed = ProcessorTime.now().since(before)
+    assert 0.0 <= passed.helpers < 0.05
+    assert passed.delayed >= 0.0

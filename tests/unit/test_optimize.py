@@ -90,6 +90,8 @@ def costs_of(draw):
         update_seconds_per_byte=draw(st.sampled_from((None, 1e-8))),
         gap_seconds=draw(st.sampled_from((0.0, 2e-3))),
         interference=draw(st.sampled_from((0.0, 0.0, 0.3))),
+        processor_seconds=draw(st.sampled_from((0.0, 2e-4))),
+        processor_seconds_per_byte=draw(st.sampled_from((0.0, 3e-9))),
         compute_scale=draw(st.sampled_from(({}, {1: 2.0}))),
         portions=draw(st.booleans()),
     )

@@ -119,6 +119,16 @@ def test_interference_lengthens_what_overlaps() -> None:
     assert slowed == pytest.approx(seconds_of(plan) + transfer * 0.25 / 1.25, rel=0.01)
 
 
+def test_what_collectives_take_from_a_processor_does_not_depend_on_the_link() -> None:
+    """A faster link takes the same processor time in less time; `interference` would take less."""
+    costs = Costs(processor_seconds=1e-3, processor_seconds_per_byte=1e-9)
+    taken = LAYERS * (1e-3 + 1.5 * BYTES * 1e-9)
+    for bandwidth in (LINK, 4 * LINK):
+        plan = plan_of(0.05)
+        plan = lower(plan.graph, ClusterSpec.homogeneous(nodes=4, bandwidth=bandwidth, latency=0.0), plan.strategy)
+        assert seconds_of(plan, costs) == pytest.approx(seconds_of(plan) + taken, rel=0.01)
+
+
 def test_staleness_hides_what_a_barrier_shows() -> None:
     fresh, stale = plan_of(1e-3, mode="barrier"), plan_of(1e-3, mode="barrier", staleness=2)
     network = network_seconds(fresh, Costs())
