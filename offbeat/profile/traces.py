@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from offbeat.cpu_steal import ProcessorTime
 from offbeat.errors import OffbeatError
 from offbeat.profile.align import Alignment, clock_offsets, communication_events
 from offbeat.profile.lines import MOST_TASKS, MOST_TURNS, Collective, Pass, RankTrace, Step, Transaction, read_rank
@@ -164,7 +165,9 @@ def _contradiction(trace: RankTrace, what: str) -> str:
 
 
 def _moved(value: Any, clock: Callable[[float], float]) -> Any:
-    """The value with `clock` applied to all floats in it, which are times."""
+    """The value with `clock` applied to all floats in it, which are times, but for durations."""
+    if isinstance(value, ProcessorTime):
+        return value
     if isinstance(value, float):
         return clock(value)
     if isinstance(value, tuple):
