@@ -126,7 +126,7 @@ def distribute(
         # Loads torch's tracer, which other jobs need not wait for.
         from offbeat.runtime.sharded import ShardedRuntime
 
-        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch)
+        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch, timeout or timedelta(minutes=10))
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
     if chosen.fsdp is not None:

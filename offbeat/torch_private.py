@@ -315,3 +315,16 @@ def open_group(backend: str, store: Any, index: int, size: int, in_flight: int, 
     interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
     options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
     return gloo(store, index, size, options)
+
+
+def named_group(group: Any, name: str, store: Any, device: torch.device) -> Any:
+    """A group of `open_group` that functional collectives find by a name, as long as somebody refers to it."""
+    import torch.distributed as dist
+
+    kind = getattr(dist.ProcessGroup.BackendType, group.name().upper())
+    named = dist.ProcessGroup(store, group.rank(), group.size())
+    named._set_default_backend(kind)
+    named._register_backend(device, kind, group)
+    named._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, named)
+    return named

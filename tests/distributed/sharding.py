@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
+from offbeat.runtime.lifetime import _gloo_threads
 from offbeat.runtime.sharded import runtime as sharded_runtime
+from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.overlap import is_collective
 from offbeat.runtime.sharded.planning import is_getitem, make_call, tensor_nodes
 from offbeat.runtime.sharded.trace import Program, trace_forward
@@ -285,6 +287,13 @@ def drawn_on_meta(name: str) -> dict[str, Any]:
         "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         "weights": _distance(model.state_dict(), alone.state_dict()),
     }
+
+
+def threads_of_a_group() -> int:
+    """How many threads run the collectives of a group that parts are exchanged on."""
+    before = _gloo_threads()
+    Grid().group((0,))
+    return len(_gloo_threads()) - len(before)
 
 
 class Blocks(nn.Module):

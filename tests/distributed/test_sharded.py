@@ -104,6 +104,15 @@ def test_each_rank_loads_its_own_part_of_the_batch(pools: Pools, mesh: list[int]
         assert answer["part"] == answer["expected"]
 
 
+def test_a_group_runs_one_collective_after_another():
+    """The two threads of a group that torch opens free each other's memory (`offbeat.runtime.sharded.grid`)."""
+    pool = Pool(1)
+    try:
+        assert pool.call("threads_of_a_group") == [1]
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [

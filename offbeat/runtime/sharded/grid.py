@@ -1,6 +1,13 @@
-"""The ranks of a job on the finest mesh, and a rank's part of a tensor → its part under another layout."""
+"""The ranks of a job on the finest mesh, and a rank's part of a tensor → its part under another layout.
+
+Parts are exchanged by functional collectives on groups of their own, of which each runs one collective after another.
+A group of gloo that torch opens has two threads, and both write the name of the collective that has ended into one
+string without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). Where a name is longer than 15 letters, as that of the
+functional all-gather is, two collectives that end at once free the same memory twice.
+"""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cached_property
 from itertools import count
 from math import prod
@@ -13,12 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import traceback as fx_traceback
 
+from offbeat.runtime.comm import torch_world
+from offbeat.runtime.comm.connections import shut_down
+from offbeat.runtime.comm.torch_channel import TorchChannel
+from offbeat.runtime.lifetime import close_at_exit, script_failed
 from offbeat.sharding.exchange import Exchange, Slices, count_elements, plan_exchange
 from offbeat.sharding.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, groups_of, prime_factors
-from offbeat.torch_private import collectives, outside_tracing
+from offbeat.torch_private import collectives, named_group, outside_tracing
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
-_groups: dict[tuple[Any, tuple[int, ...]], dist.ProcessGroup] = {}
+_groups: dict[tuple[Any, tuple[int, ...]], tuple[TorchChannel, str, Any]] = {}
+"""The channel of each group, its name, and what keeps the name."""
 _numbers = count()
 c10d = collectives()
 MOVE_KEY = "offbeat_move"
@@ -30,7 +42,8 @@ Change = tuple[Layout, Layout]
 class Grid:
     """All ranks of the job, arranged by the prime factors of their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta = timedelta(minutes=10)) -> None:
+        self.timeout = timeout
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
         self.fine = prime_factors(self.world)
@@ -122,17 +135,23 @@ class Grid:
         return mine.narrow(axis, 0, min(longest, length - first))
 
     def group(self, axes: tuple[int, ...]) -> str:
-        """The group of ranks that differ from this one along these axes only; every rank asks for the same in turn."""
-        if len(axes) == len(self.fine):
-            return dist.group.WORLD.group_name
-        if len(axes) == 1:
-            return self.mesh.get_group(axes[0]).group_name
+        """The name of the group of ranks that differ from this one along these axes only; they ask for it in turn."""
         key = (dist.group.WORLD, axes)
         if key not in _groups:
+            world = torch_world()
+            members = next(group for group in groups_of(axes, self.fine) if self.rank in group)
+            name = f"offbeat/split/{world.next_generation()}/{'.'.join(map(str, members))}"
             with outside_tracing():
-                members = [list(group) for group in groups_of(axes, self.fine)]
-                _groups[key], _ = dist.new_subgroups_by_enumeration(members)
-        return _groups[key].group_name
+                channel = world.open_channel(name, members, in_flight=1, timeout=self.timeout)
+                _groups[key] = channel, name, named_group(channel.group, name, world.store, self.device)
+            close_at_exit(self)
+        return _groups[key][1]
+
+    def close(self, _: float) -> None:
+        """Breaks off what a failed step has left in flight; the end of the process would wait for it."""
+        if script_failed():
+            for channel, _, _ in _groups.values():
+                shut_down(channel.connections)
 
     def shift(self, local: Tensor, shape: Sequence[int], layouts: Change, gradients: Change) -> Tensor:
         """As `move`, with `gradients` the change of the gradient in backward."""

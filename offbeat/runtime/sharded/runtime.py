@@ -13,6 +13,7 @@ optimizer are those of a single device; they are gathered, so every rank must as
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from math import prod
@@ -57,11 +58,12 @@ class ShardedRuntime:
         example_inputs: Any,
         loss_fn: Any,
         batch: Literal["whole", "part"] = "whole",
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.strategy = strategy
-        self.grid = Grid()
+        self.grid = Grid(timeout)
         self.forward = model.forward
         self.random = SharedRandom(self.grid.device)
         self.layouts: dict[str, Any] | None = None
