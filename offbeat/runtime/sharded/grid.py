@@ -147,7 +147,7 @@ class Grid:
             close_at_exit(self)
         return _groups[key][1]
 
-    def close(self, _: float) -> None:
+    def close(self, deadline: float) -> None:
         """Breaks off what a failed step has left in flight; the end of the process would wait for it."""
         if script_failed():
             for channel, _, _ in _groups.values():
