@@ -20,9 +20,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,6 @@ UNSPLIT_EVERY = 4
 """Strategies between two measurements of the one that splits nothing, on which all estimates depend."""
 PROFILED = 5
 """Steps of a strategy whose memory is measured."""
-PAUSE_SECONDS = 0.002
 CALM_SECONDS = 60
 """Begins no other round after this."""
 SLOTS = 1
@@ -192,7 +189,6 @@ def work(case: dict[str, Any]) -> None:
                 "search_seconds": searched[0] + timings.step_seconds,
                 "search_bytes": searched[1],
                 "estimate_network_seconds": found.network_seconds,
-                "measured_network_seconds": statistics.median(job.moving),
                 "measured_update_seconds": statistics.median(job.updating),
                 "moves": sum(rehearsal.moves.values()),
                 "stolen": statistics.fmean(share for share, _ in job.blocks),
@@ -323,17 +319,7 @@ class Job:
         offbeat.distribute(self.model, self.optimizer, strategy=strategy)
         self.blocks: list[tuple[float, float]] = []
         """Stolen share and seconds of each measured step."""
-        self.moving: list[float] = []
         self.updating: list[float] = []
-        self._moved_seconds = 0.0
-        grid: Any = self.model._offbeat.grid
-        grid.move = partial(self._move, grid.move)
-
-    def _move(self, move: Callable[..., Any], *args: Any) -> Any:
-        begin = time.perf_counter()
-        result = move(*args)
-        self._moved_seconds += time.perf_counter() - begin
-        return result
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -350,13 +336,11 @@ class Job:
     def measure(self) -> None:
         for _ in range(TIMED):
             dist.barrier()
-            self._moved_seconds = 0.0
             steal, begin = CpuSteal(), time.perf_counter()
             self.step()
             dist.barrier()
             seconds = time.perf_counter() - begin
             self.blocks.append((steal.agreed_share(), seconds))
-            self.moving.append(self._moved_seconds)
 
     def step_seconds(self) -> float:
         """Rank 0's median of the steps of which least was stolen, on every rank."""
@@ -384,32 +368,9 @@ class Job:
 
     def _step_peak_bytes(self) -> int:
         self.optimizer.zero_grad(set_to_none=True)
-        with (
-            letting_go("all_reduce"),
-            letting_go("all_to_all_single"),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-            record_function("step"),
-        ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
             self.step()
         return peak_of(profiler)
-
-
-@contextmanager
-def letting_go(collective: str) -> Iterator[None]:
-    """Gives gloo's thread time to drop a collective's buffers before the caller does: the profiler only sees what the
-    caller's thread frees, and where every core is busy the other one is often the last to hold them."""
-    original = getattr(dist, collective)
-
-    def paused(*args: Any, **kwargs: Any) -> Any:
-        done = original(*args, **kwargs)
-        time.sleep(PAUSE_SECONDS)
-        return done
-
-    setattr(dist, collective, paused)
-    try:
-        yield
-    finally:
-        setattr(dist, collective, original)
 
 
 def _local(tensor: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ def distribute(
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     find_unused_parameters: bool | None = None,
+    batch: Literal["whole", "part"] = "whole",
     quiet: bool = False,
 ) -> tuple[GivenModel, GivenOptimizer]:
     """Distributes `model` over the ranks of the job; call it on every rank, then train as on one device.
@@ -87,7 +88,8 @@ def distribute(
     `fast_servers`, and keeps that plan.
 
     A strategy that splits operators over ranks is given the same whole batch on every rank, and its model returns the
-    whole output on every rank (`offbeat.runtime.sharded`).
+    whole output on every rank. With `batch="part"` each rank gives only the samples that its first operator works on,
+    as data-parallel loaders do, and gets the output for these (`offbeat.runtime.sharded`).
     """
     if called := os.environ.get(CALLED_VARIABLE):
         with contextlib.suppress(OSError):
@@ -124,7 +126,7 @@ def distribute(
         # Loads torch's tracer, which other jobs need not wait for.
         from offbeat.runtime.sharded import ShardedRuntime
 
-        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn)
+        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch, timeout or timedelta(minutes=10))
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
     if chosen.fsdp is not None:

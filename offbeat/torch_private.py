@@ -41,11 +41,20 @@ _REEXPORTED = {
         "torch.utils._python_dispatch:TorchDispatchMode",
         "sees the operators of a model that cannot be traced",
     ),
+    "outside_tracing": (
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "opens process groups while a model is traced",
+    ),
     "pytree": ("torch.utils:_pytree", "finds the tensors in nested arguments"),
     "disable_torch_function": ("torch._C:DisableTorchFunctionSubclass", "reads a parameter without updating it first"),
     "set_grad_enabled": ("torch._C:_set_grad_enabled", "notices that forward enters or leaves torch.no_grad()"),
     "backward_pass": ("torch._C:_current_graph_task_id", "numbers the backward passes (-1 is outside of any)"),
     "storage_use_count": ("torch._C:_storage_Use_Count", "finds out that somebody else holds a view of a parameter"),
+    "boxed_code": ("torch.fx.graph:_BoxedCodeGen", "lets backward free what it has read before it returns"),
+    "saved_tensors_hooks": (
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "sees that forward is inside torch.utils.checkpoint",
+    ),
     "autograd_node": ("torch._C:_current_autograd_node", "tells which module an operator of backward belongs to"),
     "default_group": ("torch.distributed.distributed_c10d:_get_default_group", "finds the job's process group"),
     "default_store": ("torch.distributed.distributed_c10d:_get_default_store", "lets ranks meet without a collective"),
@@ -268,6 +277,11 @@ def ddp_counters(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, 
 # Process groups
 
 
+def collectives() -> Any:
+    """Torch's functional collectives, which start when they are called and are waited for by `wait_tensor`."""
+    return torch.ops._c10d_functional
+
+
 def backend_of(group: Any, device: torch.device) -> Any:
     """The backend that runs a process group's collectives on tensors of this device."""
     return group._get_backend(device)
@@ -301,3 +315,16 @@ def open_group(backend: str, store: Any, index: int, size: int, in_flight: int, 
     interfaces = [part for part in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if part]
     options._devices = [gloo.create_device(interface=part) for part in interfaces] or [gloo.create_default_device()]
     return gloo(store, index, size, options)
+
+
+def named_group(group: Any, name: str, store: Any, device: torch.device) -> Any:
+    """A group of `open_group` that functional collectives find by a name, as long as somebody refers to it."""
+    import torch.distributed as dist
+
+    kind = getattr(dist.ProcessGroup.BackendType, group.name().upper())
+    named = dist.ProcessGroup(store, group.rank(), group.size())
+    named._set_default_backend(kind)
+    named._register_backend(device, kind, group)
+    named._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, named)
+    return named

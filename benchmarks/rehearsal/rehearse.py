@@ -1,29 +1,28 @@
 """A program and a strategy that splits its operators → what one rank does in a step, without computing it.
 
-The executor itself runs the step, forward and backward, on tensors of the meta device, which have shapes and no
-elements. What it calls on its parts, what it exchanges and how many bytes it holds are written down, so that the
-estimate is of what will be run, whatever a configuration asks for.
+The graphs that the rank would run are traced, and read: what they call on parts, what they exchange and how many bytes
+they hold. So the estimate is of what will be run, whatever a configuration asks for.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from offbeat.runtime.sharded.execute import Executor
-from offbeat.runtime.sharded.grid import Grid, exchange, scattered_sums
+from offbeat.runtime.sharded.cut import Parts
+from offbeat.runtime.sharded.grid import MOVE_KEY, Grid, scattered_sums
+from offbeat.runtime.sharded.local import trace_parts
+from offbeat.runtime.sharded.overlap import is_collective
 from offbeat.runtime.sharded.planning import plan_splits, variable_layouts
-from offbeat.runtime.sharded.trace import Program
-from offbeat.sharding.exchange import Exchange, count_elements
+from offbeat.runtime.sharded.trace import Program, annotation
+from offbeat.sharding.exchange import Exchange, count_elements, plan_exchange
 from offbeat.sharding.layout import SUM, WHOLE, Layout, coordinate, prime_factors
 from offbeat.strategy import Strategy
 
@@ -99,106 +98,75 @@ class Rehearsal:
 
 def rehearse(program: Program, model: nn.Module, strategy: Strategy, world: int, rank: int = 0) -> Rehearsal:
     """What `rank` of `world` does in a step of the traced program; needs no process group."""
-    tape = _Tape()
-    grid = _Stage(world, rank, tape)
+    grid = _Stage(world, rank)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ranks = {name: parameter.dim() for name, parameter in trained.items()}
     layouts = variable_layouts(program.operators, strategy, grid.fine, ranks)
     plan = plan_splits(program, strategy, grid.fine, layouts, strict=True)
-    bare = replace(program, constants={node: value.to("meta") for node, value in program.constants.items()})
-    executor = Executor(bare, plan, grid, nullcontext())
-    held = _constants(model, trained)
-    batch = _batch(program)
-    state = {
-        name: torch.empty(grid.box(p.shape, layouts.get(name, grid.whole)).sizes, dtype=p.dtype, device="meta")
-        for name, p in trained.items()
-    }
-    for part in state.values():
-        part.requires_grad_()
-    changed = {name for name, _ in program.updates}
-    tape.leave_out([*state.values(), *held.values(), *batch])
-    with tape:
-        kept = {name: tensor.clone() if name in changed else tensor for name, tensor in held.items()}
-        output, _ = executor.run({**kept, **state}, batch)
-        results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        # Not backward(): it copies a transposed gradient into its leaf's order, which that of a DTensor does not need.
-        ones = [torch.ones_like(result) for result in results]
-        gradients = torch.autograd.grad(results, list(state.values()), ones, allow_unused=True)
-    assert len(gradients) == len(state)
-    constants = sum(tensor.nbytes for tensor in (*held.values(), *batch))
-    return Rehearsal(
-        tape.calls, tape.shifts, tuple(part.nbytes for part in state.values()), constants, tape.most_held_bytes
-    )
+    with FakeTensorMode():
+        inputs = [
+            torch.empty(
+                grid.box(node.meta["val"].shape, plan.layouts[node]).sizes,
+                dtype=node.meta["val"].dtype,
+                requires_grad=program.state.get(node) in trained,
+            )
+            for node in program.inputs
+        ]
+    parts = trace_parts(program, plan, grid, inputs)
+    assert parts.backward is not None
+    calls: Counter[LocalCall] = Counter()
+    shifts: Counter[Shift] = Counter()
+    for graph in (parts.forward.graph, parts.backward.graph):
+        moving = {_move_of(node)[0] for node in graph.nodes if is_collective(node) or _is_item(node)} - {None}
+        for node in graph.nodes:
+            own = node.op == "call_function" and _move_of(node)[0] not in moving and not is_collective(node)
+            if own and not _is_view(node.target):
+                args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+                calls[local_call(node.target, args, kwargs)] += 1
+        moves = {_move_of(node): node.meta["val"].dtype for node in graph.nodes if _move_of(node)[0] in moving}
+        for (_, *move), dtype in moves.items():
+            shifts.update(grid.shifts(*move, dtype))
+    variables = tuple(t.nbytes for t, name in zip(inputs, program.state.values(), strict=False) if name in trained)
+    constants = sum(tensor.nbytes for tensor in inputs) - sum(variables)
+    return Rehearsal(calls, shifts, variables, constants, _most_held_bytes(parts))
 
 
-def _constants(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: torch.empty_like(tensor, device="meta") for name, tensor in named if name not in trained}
+def _move_of(node: Node) -> tuple[Any, ...]:
+    return annotation(node, MOVE_KEY) or (None,)
 
 
-def _batch(program: Program) -> list[Tensor]:
-    """Stand-ins for the tensors of the batch that the program reads, by position."""
-    read = {position: node for node, position in program.batch.items()}
-    size = max(read, default=-1) + 1
-    return [
-        # Not like the traced tensor, which is a fake one: its mode would take over.
-        torch.empty(val.shape, dtype=val.dtype, device="meta")
-        if (val := _value(read.get(position))) is not None
-        else torch.empty(0, device="meta")
-        for position in range(size)
-    ]
+def _is_item(node: Node) -> bool:
+    """Whether the node is one of several sums made by one collective."""
+    return node.op == "call_function" and any(is_collective(source) for source in node.all_input_nodes)
 
 
-def _value(node: Node | None) -> Tensor | None:
-    return None if node is None else node.meta["val"]
+def _most_held_bytes(parts: Parts) -> int:
+    """The most bytes of values that the two graphs hold at once, beside their inputs."""
+    assert parts.backward is not None
+    forward, backward = parts.forward.graph, parts.backward.graph
+    inputs = {number for node in forward.find_nodes(op="placeholder") for number, _ in _storages(node)}
+    steps = [node for graph in (forward, backward) for node in graph.nodes if node.op == "call_function"]
+    readers = {number: index for index, node in enumerate(steps) for number in _read(node)}
+    returned = {number for node in backward.output_node().all_input_nodes for number, _ in _storages(node)}
+    held: dict[int, int] = {}
+    most = 0
+    for index, node in enumerate(steps):
+        held.update((number, size) for number, size in _storages(node) if number not in inputs)
+        most = max(most, sum(held.values()))
+        for number in [*_read(node), *dict(_storages(node))]:
+            if readers.get(number, -1) <= index and number not in returned:
+                held.pop(number, None)
+    return most
 
 
-class _Tape(TorchDispatchMode):
-    """Writes down the operators called, and adds up the bytes of all storages made under it that are still there."""
+def _read(node: Node) -> list[int]:
+    return [number for source in node.all_input_nodes for number, _ in _storages(source)]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[LocalCall] = Counter()
-        self.shifts: Counter[Shift] = Counter()
-        self.held_bytes = self.most_held_bytes = 0
-        self._writing = True
-        self._storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._hold(leaf.untyped_storage())
-        if self._writing and not _is_view(func):
-            self.calls[local_call(func, args, kwargs or {})] += 1
-        return result
-
-    def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """These were there before, and views of them add nothing."""
-        self._storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
-
-    def _hold(self, storage: Any) -> None:
-        number = storage._cdata
-        if number not in self._storages:
-            self._storages.add(number)
-            size = storage.nbytes()
-            weakref.finalize(storage, self._drop, number, size)
-            self.held_bytes += size
-            self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
-
-    def _drop(self, number: int, size: int) -> None:
-        self._storages.discard(number)
-        self.held_bytes -= size
-
-    @contextmanager
-    def moving(self, shift: Shift) -> Iterator[None]:
-        """What is called inside is part of the collectives and no operator of its own."""
-        self.shifts[shift] += 1
-        before, self._writing = self._writing, False
-        try:
-            yield
-        finally:
-            self._writing = before
+def _storages(node: Node) -> list[tuple[int, int]]:
+    """A number for each storage behind a value, and its bytes."""
+    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [(tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
 def local_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalCall:
@@ -218,54 +186,49 @@ def _hashable(value: Any) -> Any:
 
 
 def _is_view(target: Any) -> bool:
+    if not hasattr(target, "_schema"):
+        return True  # a result picked from several
     returns = target._schema.returns
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
 class _Stage(Grid):
-    """A place on a mesh of ranks of which no other exists; what they would exchange is written down."""
+    """A place on a mesh of ranks of which no other exists."""
 
-    def __init__(self, world: int, rank: int, tape: _Tape) -> None:
-        self.world, self.rank, self.tape = world, rank, tape
+    def __init__(self, world: int, rank: int) -> None:
+        self.world, self.rank = world, rank
         self.fine = prime_factors(world)
         self.place = coordinate(rank, self.fine)
         self.whole: Layout = (WHOLE,) * len(self.fine)
-        self.device = torch.device("meta")
-        self._shape: tuple[int, ...] = ()
+        self.device = torch.device("cpu")
 
-    def move(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> Tensor:
-        self._shape = tuple(shape)
-        return super().move(local, shape, have, need)
+    def group(self, axes: tuple[int, ...]) -> str:
+        return ""
 
-    def _exchange(self, local: Tensor, plan: Exchange, have: Layout, need: Layout) -> Tensor:
-        if plan.local:
-            return exchange(local, plan, self.rank, swap=_nothing)
-        moves = (exchange_move(plan, have, need, self, local.element_size()),)
-        with self.tape.moving(Shift(_part(local), self._shape, have, need, moves)):
-            return exchange(local, plan, self.rank, swap=_nothing)
-
-    def _sum(self, local: Tensor, shape: Sequence[int], have: Layout, need: Layout) -> tuple[Tensor, Layout]:
-        scattered = scattered_sums(have, need)
-        moves = []
-        size = float(local.nbytes)
-        for axis, (before, after) in enumerate(zip(have, scattered, strict=True)):
-            if before != after:
-                moves.append(Move("reduce_scatter", (axis,), size))
-                size /= self.fine[axis]
-        summed = tuple(axis for axis, split in enumerate(scattered) if split == SUM)
-        if summed:
-            moves.append(Move("all_reduce", summed, size))
-        complete = tuple(WHOLE if axis == SUM else axis for axis in scattered)
-        with self.tape.moving(Shift(_part(local), tuple(shape), have, complete, tuple(moves))):
-            if scattered != have:
-                # Parts are put one after another, and gloo sums a copy of all of them.
-                ordered = local.clone(memory_format=torch.contiguous_format)
-                copied = ordered.clone()
-                local = copied.new_empty(self.box(shape, complete).sizes)
-                del ordered, copied
+    def shifts(self, shape: tuple[int, ...], have: Layout, need: Layout, dtype: torch.dtype) -> Iterator[Shift]:
+        """The completion of sums, and the exchange, that a move consists of."""
+        if SUM in have:
+            scattered = scattered_sums(have, need)
+            moves = []
+            part = self._part(shape, have, dtype)
+            size = float(prod(part.shape) * dtype.itemsize)
+            for axis, (before, after) in enumerate(zip(have, scattered, strict=True)):
+                if before != after:
+                    moves.append(Move("reduce_scatter", (axis,), size))
+                    size /= self.fine[axis]
+            summed = tuple(axis for axis, split in enumerate(scattered) if split == SUM)
             if summed:
-                local = local.clone(memory_format=torch.contiguous_format)
-        return local, complete
+                moves.append(Move("all_reduce", summed, size))
+            complete = tuple(WHOLE if axis == SUM else axis for axis in scattered)
+            yield Shift(part, shape, have, complete, tuple(moves))
+            have = complete
+        plan = plan_exchange(shape, have, need, self.fine, self.rank)
+        if have != need and not plan.local:
+            move = exchange_move(plan, have, need, self, dtype.itemsize)
+            yield Shift(self._part(shape, have, dtype), shape, have, need, (move,))
+
+    def _part(self, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype) -> Part:
+        return _part(torch.empty(self.box(shape, layout).sizes, dtype=dtype, device="meta"))
 
 
 def exchange_move(plan: Exchange, have: Layout, need: Layout, grid: Grid, item_bytes: int) -> Move:
@@ -283,7 +246,3 @@ def exchange_move(plan: Exchange, have: Layout, need: Layout, grid: Grid, item_b
     if all(need[axis] == WHOLE for axis in axes):
         return Move("all_gather", axes, passing / others)
     return Move("all_to_all", axes, passing * (others + 1) / others)
-
-
-def _nothing(*_: Any) -> None:
-    """Stands for the exchange of buffers, which have no elements here."""

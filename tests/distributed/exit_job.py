@@ -20,7 +20,7 @@ from offbeat.graph.skeleton import skeleton
 from offbeat.runtime import lifetime
 from offbeat.runtime.comm.liveness import DeathWatch
 from offbeat.runtime.comm.torch_world import torch_world
-from offbeat.strategy import Shard, Strategy, VariableConfig
+from offbeat.strategy import OperatorConfig, Shard, Strategy, VariableConfig
 
 WIDTH = 256
 FAILING = 1
@@ -40,6 +40,10 @@ class Planned(Exception):
 
 
 def strategy_of(name: str, model: torch.nn.Module) -> str | Strategy:
+    if name == "split":
+        samples, columns = (OperatorConfig(mesh=(2,), outputs=(axes,)) for axes in ((0, -1), (-1, 0)))
+        products = ["addmm", *(f"addmm_{index}" for index in range(1, 6))]
+        return Strategy(operators=dict(zip(products, [samples, columns] * 3, strict=True)))
     if name not in RELAXED:
         return name.removesuffix("_batchnorm")
     variables = {}
@@ -62,6 +66,18 @@ def make_model(name: str) -> torch.nn.Sequential:
 
 def fail(*_: Any) -> None:
     raise Planned("the script failed")
+
+
+def fail_in_flight(model: Any) -> None:
+    """Lets the forward of a split model fail where its first collective has started."""
+    from offbeat.runtime.sharded.overlap import is_collective
+
+    for parts in model._offbeat._parts.values():
+        graph = parts.forward.graph
+        started = next(filter(is_collective, graph.nodes))
+        with graph.inserting_after(started):
+            graph.call_function(fail)
+        parts.forward.recompile()
 
 
 def train(name: str, steps: int, ending: str, inside: str, watch: bool) -> tuple[torch.nn.Module, Any]:
@@ -96,6 +112,8 @@ def train(name: str, steps: int, ending: str, inside: str, watch: bool) -> tuple
                 layers[-3 - 2 * rank].register_full_backward_pre_hook(fail)
             optimizer.zero_grad()
             if last and fails_here and ending.startswith("raise_forward"):
+                if name == "split":
+                    fail_in_flight(model)
                 layers[-3].register_forward_pre_hook(fail)
             model(torch.randn(8, WIDTH)).square().mean().backward()
             optimizer.step()

@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat.runtime.sharded import grid
+from offbeat.runtime.lifetime import _gloo_threads
 from offbeat.runtime.sharded import runtime as sharded_runtime
+from offbeat.runtime.sharded.grid import Grid
+from offbeat.runtime.sharded.overlap import is_collective
 from offbeat.runtime.sharded.planning import is_getitem, make_call, tensor_nodes
 from offbeat.runtime.sharded.trace import Program, trace_forward
 from offbeat.sharding.rules import axes_of
 from offbeat.strategy import OperatorConfig, Strategy
+from offbeat.torch_private import storage_of
 
 BATCH = 6
 STEPS = 5
@@ -285,6 +289,114 @@ def drawn_on_meta(name: str) -> dict[str, Any]:
     }
 
 
+def threads_of_a_group() -> int:
+    """How many threads run the collectives of a group that parts are exchanged on."""
+    before = _gloo_threads()
+    Grid().group((0,))
+    return len(_gloo_threads()) - len(before)
+
+
+class Blocks(nn.Module):
+    """Two blocks that backward may compute again, with dropout, and a loss outside."""
+
+    def __init__(self, recomputed: bool) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 8)) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x))
+        return self.head(x)
+
+
+def _saved_bytes(parts: Any) -> int:
+    """What forward keeps for backward, beside its inputs."""
+    graph = parts.forward.graph
+    held = {storage_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    saved = [node.meta["val"] for node in graph.output_node().args[0][parts.outputs + parts.updates :]]
+    return sum({storage_of(value): value.nbytes for value in saved if storage_of(value) not in held}.values())
+
+
+def recomputed_and_accumulated(how: str) -> dict[str, float]:
+    """Two micro-batches a step and blocks that are computed again: distances from a single device, and what is kept."""
+    world = dist.get_world_size()
+    found: list[dict[str, torch.Tensor]] = []
+    kept = []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        model = Blocks(recomputed=how == "checkpoint").double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.randn(8, 8).double()
+        if sharded:
+            products = [f"addmm_{index}" if index else "addmm" for index in range(5)]
+            split = OperatorConfig(mesh=(world,), outputs=((0, -1),))
+            recompute = ("blocks.0", "blocks.1") if how == "strategy" else ()
+            strategy = Strategy(operators=dict.fromkeys(products[::2], split), recompute=recompute)
+            offbeat.distribute(model, optimizer, strategy)
+        torch.manual_seed(11 + dist.get_rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in x.chunk(2):
+                (nn.functional.mse_loss(model(part), part[:, :4]) / 2).backward()
+            optimizer.step()
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+        if sharded:
+            kept.append(_saved_bytes(*model._offbeat._parts.values()))
+    return {"weights": _distance(found[1], found[0]), "kept": kept[0]}
+
+
+def parts_of_the_batch(mesh: list[int], where: str) -> dict[str, Any]:
+    """Each rank gives its samples only: distances of losses and weights, and which part it was asked for."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = mesh[0]
+    mine = rank // (world // shards)
+    finals, losses = [], []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        model = (
+            Classifier() if where == "inside" else nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        ).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if sharded:
+            rows = OperatorConfig(mesh=tuple(mesh), outputs=((0, 1 if len(mesh) > 1 else -1),))
+            strategy = Strategy(operators={"addmm": rows, "relu": rows, "addmm_1": rows})
+            offbeat.distribute(model, optimizer, strategy, batch="part")
+        g = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x, y = torch.randn(8, 6, generator=g).double(), torch.randint(4, (8,), generator=g)
+            if sharded:
+                x, y = x.chunk(shards)[mine], y.chunk(shards)[mine]
+            optimizer.zero_grad()
+            output = model(x, y) if where == "inside" else model(x)
+            assert where == "inside" or len(output) == len(x)
+            loss = output if where == "inside" else nn.functional.cross_entropy(output, y)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        finals.append({key: value.clone() for key, value in model.state_dict().items()})
+    return {
+        "weights": _distance(finals[1], finals[0]),
+        "losses": abs(losses[1] - losses[0]) if where == "inside" else 0.0,
+        "part": model._offbeat.batch_part,
+        "expected": (mine, shards),
+    }
+
+
+class Classifier(nn.Module):
+    """Its loss is part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), y)
+
+
 class Wide(nn.Module):
     """Dense layers whose weights are nearly all of the memory."""
 
@@ -338,28 +450,26 @@ def within_a_limit(how: str, extra_bytes: int, width: int, depth: int) -> dict[s
 
 
 def kept(copies: str) -> dict[str, Any]:
-    """A layer whose weight is stored in parts and gathered to be used: exchanges in backward, error of its gradient."""
+    """A layer whose input, the result of a relu, is gathered to be used: what is kept of it, and backward's traffic.
+
+    Both the relu and the product need it in backward."""
     torch.manual_seed(0)
-    model = Wide(32, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 32)
-    expected = torch.autograd.grad(model(x), model.layers[0].weight)[0]
     world = dist.get_world_size()
-    stored = OperatorConfig(mesh=(world,), inputs=((0, -1),), outputs=((-1, 0),))
-    # The gathered weight is what the product reads, and its input's gradient needs it.
-    used = OperatorConfig(mesh=(world,), inputs=((-1, -1), (-1,), (0, -1)), outputs=((0, -1),), keep=copies)
-    offbeat.distribute(model, optimizer, Strategy(operators={"t": stored, "addmm": used}))
-    x.requires_grad_()
-    loss = model(x)
-    exchanges = []
-    original = grid.exchange
-    grid.exchange = lambda local, plan, rank: (exchanges.append(plan.local), original(local, plan, rank))[1]
-    try:
-        loss.backward()
-    finally:
-        grid.exchange = original
-    gradient = model.layers[0].weight.grad.full_tensor()
-    return {"exchanges": exchanges.count(False), "error": float((gradient - expected).abs().max())}
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 32)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    rows = OperatorConfig(mesh=(world,), outputs=((0, -1),))
+    columns = OperatorConfig(mesh=(world,), inputs=((-1, -1), (-1, 0), (0,), (0, -1)), outputs=((-1, 0),), keep=copies)
+    offbeat.distribute(model, optimizer, Strategy(operators={"addmm": rows, "relu": rows, "addmm_1": columns}))
+    model(x).square().mean().backward()
+    (parts,) = model._offbeat._parts.values()
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return {
+        "saved": _saved_bytes(parts),
+        "exchanges": sum(map(is_collective, parts.backward.graph.nodes)),
+        "error": max(float((mine - alone).abs().max()) for mine, alone in zip(gradients, expected, strict=True)),
+    }
 
 
 def refused(case: str) -> str:

@@ -75,11 +75,42 @@ def test_a_model_too_large_for_data_parallelism_trains_in_parts():
         pool.close()
 
 
-def test_a_gathered_weight_is_gathered_again_where_the_part_is_kept(pools: Pools):
-    """As TensorOpt's tensor reuse has it: less memory for one exchange more."""
-    before, after = (pools(2).call("kept", copies=copies) for copies in ("before", "after"))
-    assert max(answer["error"] for answer in before + after) < 1e-6
-    assert before[0]["exchanges"] == after[0]["exchanges"] + 1
+def test_the_copies_of_a_tensor_that_a_strategy_names_are_kept(pools: Pools):
+    """As TensorOpt's tensor reuse has it: less memory for one exchange more, or none if the new copy has all of it."""
+    before, after, both = (pools(2).call("kept", copies=copies)[0] for copies in ("before", "after", "both"))
+    assert max(answer["error"] for answer in (before, after, both)) < 1e-6
+    old, new = 2 * 32 * 4, 4 * 32 * 4
+    assert before["saved"] == both["saved"] - new
+    assert after["saved"] == both["saved"] - old
+    assert before["exchanges"] == both["exchanges"] + 1
+    assert after["exchanges"] == both["exchanges"]
+
+
+def test_recomputation_and_accumulation_combine_with_splits(pools: Pools):
+    kept = {}
+    for how in ("nothing", "checkpoint", "strategy"):
+        answer = pools(2).call("recomputed_and_accumulated", how=how)[0]
+        assert answer["weights"] < 1e-10
+        kept[how] = answer["kept"]
+    assert kept["checkpoint"] == kept["strategy"] < 0.8 * kept["nothing"]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("mesh", [[4], [2, 2]])
+def test_each_rank_loads_its_own_part_of_the_batch(pools: Pools, mesh: list[int], where: str):
+    for answer in pools(4).call("parts_of_the_batch", mesh=mesh, where=where):
+        assert answer["weights"] < 1e-10
+        assert answer["losses"] < 1e-10
+        assert answer["part"] == answer["expected"]
+
+
+def test_a_group_runs_one_collective_after_another():
+    """The two threads of a group that torch opens free each other's memory (`offbeat.runtime.sharded.grid`)."""
+    pool = Pool(1)
+    try:
+        assert pool.call("threads_of_a_group") == [1]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(

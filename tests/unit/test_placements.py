@@ -250,7 +250,7 @@ def test_operators_are_split_as_configured(program):
         "second.weight": (1, 1),
         "second.bias": (WHOLE, WHOLE),
     }
-    splits, _ = plan_splits(program, strategy, (2, 2), stored, strict=True)
+    splits = plan_splits(program, strategy, (2, 2), stored, strict=True).splits
     first, second = (split for split in splits.values() if split.call.name == "addmm")
     # The batch has no map of its own: it follows the samples of the result.
     assert first.inputs == ((WHOLE, 0), (0, WHOLE), (WHOLE, 1))
@@ -265,7 +265,7 @@ def test_operators_are_split_as_configured(program):
 
 def test_an_operator_without_configuration_follows_its_arguments(program):
     operators = {"addmm": OperatorConfig(mesh=(2,), outputs=((0, -1),))}
-    splits, _ = plan_splits(program, Strategy(operators=operators), (2,), {}, strict=True)
+    splits = plan_splits(program, Strategy(operators=operators), (2,), {}, strict=True).splits
     outputs = {split.node.name: split.outputs[0] for split in splits.values()}
     assert outputs["relu"] == outputs["addmm_1"] == (0,)
     assert outputs["t"] == (WHOLE,)

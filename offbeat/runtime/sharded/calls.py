@@ -64,8 +64,8 @@ def added_once(split: Split, position: int, local: Tensor, grid: Grid) -> Tensor
     once = [place for axis, place in places if axis is not None and axis.inputs[position] == ONCE]
     if not once:
         return local
-    # Every rank builds the same autograd graph, so that all of them communicate in the same order in backward.
-    mine = torch.tensor(not any(once), device=local.device)
+    # Every rank traces the same graph, so that all of them communicate in the same order in backward.
+    mine = torch.full((), not any(once), device=local.device)
     return torch.where(mine, local, torch.zeros((), dtype=local.dtype, device=local.device))
 
 

@@ -30,6 +30,24 @@ Wanted = tuple[list[Layout | None], list[Layout | None]]
 
 
 @dataclass(frozen=True)
+class Planned:
+    """How a program runs in parts."""
+
+    splits: dict[Node, "Split"]
+    layouts: dict[Node, Any]
+    """Of each value, a list of them for calls with several results."""
+    part: Layout
+    """Of the batch that a rank is given: what splits its samples, which are its first axis."""
+    samples: int | None = None
+    """In the whole batch; None where every rank is given all of it."""
+
+    def batch_layout(self, tensor: Tensor) -> Layout:
+        """In which layout a rank is given a tensor of the batch, or returns one."""
+        split = tensor.dim() and tensor.shape[0] == self.samples
+        return self.part if split else (WHOLE,) * len(self.part)
+
+
+@dataclass(frozen=True)
 class Split:
     """How one call is run: the layouts before, inside and after it."""
 
@@ -70,16 +88,25 @@ def variable_layouts(
 
 
 def plan_splits(
-    program: Program, strategy: Strategy, fine: Sequence[int], stored: Mapping[str, Layout], *, strict: bool
-) -> tuple[dict[Node, Split], dict[Node, Any]]:
-    """How each call of the program runs, and the layout of each value, a list of them for calls with several results.
+    program: Program,
+    strategy: Strategy,
+    fine: Sequence[int],
+    stored: Mapping[str, Layout],
+    *,
+    strict: bool,
+    part: Layout | None = None,
+) -> Planned:
+    """How each call of the program runs; `part` splits the samples that a rank is given and returns.
 
     `strict` refuses configurations that do not fit their operators; without it they are left out, as for an evaluation
     pass, whose operators may have other names than training's."""
     whole = (WHOLE,) * len(fine)
-    layouts: dict[Node, Any] = dict.fromkeys([*program.batch, *program.constants], whole)
+    lengths = [node.meta["val"].shape[0] for node in program.batch if node.meta["val"].dim()]
+    planned = Planned({}, {}, part or whole, lengths[0] if part and lengths else None)
+    splits, layouts = planned.splits, planned.layouts
+    layouts |= {node: planned.batch_layout(node.meta["val"]) for node in program.batch}
     layouts |= {node: stored.get(name, whole) for node, name in program.state.items()}
-    splits: dict[Node, Split] = {}
+    layouts |= dict.fromkeys(program.constants, whole)
     for node in program.nodes:
         if is_getitem(node):
             layouts[node] = layouts[node.args[0]][node.args[1]]
@@ -94,7 +121,16 @@ def plan_splits(
         current = [layouts[source] for source in tensor_nodes(node)]
         splits[node] = replace(_split(node, call, wanted, current, fine), keep=keep)
         layouts[node] = structured(node.meta["val"], splits[node].outputs)
-    return splits, layouts
+    return planned
+
+
+def samples_layout(program: Program, planned: Planned) -> Layout:
+    """How the first call that reads the batch splits its samples."""
+    for node in program.nodes:
+        for position, source in enumerate(tensor_nodes(node)):
+            if source in program.batch and source.meta["val"].dim() and not is_getitem(node):
+                return tuple(axis if axis == 0 else WHOLE for axis in planned.splits[node].inputs[position])
+    return (WHOLE,) * len(planned.part)
 
 
 def make_call(node: Node) -> Call:

@@ -5,6 +5,7 @@ the same here. It ends with the model's own outputs; a loss computed outside the
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,11 @@ from offbeat.errors import CaptureError
 from offbeat.graph import Operator
 from offbeat.graph.joint import Walk, joint_graph
 from offbeat.graph.step import Step
-from offbeat.torch_private import FakeTensor, descriptors, pytree, set_grad_enabled
+from offbeat.torch_private import FakeTensor, descriptors, pytree, saved_tensors_hooks, set_grad_enabled
 
 _NO_GRAD_KEY = "offbeat_no_grad"
+RECOMPUTED_KEY = "offbeat_recomputed"
+"""Annotates nodes with the number of the `torch.utils.checkpoint` that the model computes them in, from 1."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,19 @@ class Program:
     updates: tuple[tuple[str, Node], ...]
     """Buffers that forward changes, and their new values."""
 
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """All that it reads: state, batch and constants."""
+        return *self.state, *self.batch, *self.constants
+
     def without_grad(self, node: Node) -> bool:
         """Whether the model computes it inside `torch.no_grad()`."""
-        return bool((node.meta.get("custom") or {}).get(_NO_GRAD_KEY))
+        return bool(annotation(node, _NO_GRAD_KEY))
+
+
+def annotation(node: Node, key: str) -> Any:
+    """What a traced node is annotated with; None if nothing."""
+    return (node.meta.get("custom") or {}).get(key)
 
 
 @dataclass(frozen=True)
@@ -59,20 +72,31 @@ class _Forward(Step):
     def loss(self, tensors: Sequence[Tensor]) -> Any:
         replacing = iter(tensors)
         args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(replacing), (self.args, self.kwargs))
-        with _MarkNoGrad():
+        with _Marks():
             output = self.call(*args, **kwargs)
         self.seen["leaves"], self.seen["structure"] = pytree.tree_flatten(output)
         # Copies, so that no output is a view of another tensor; the program returns what was copied.
         return tuple(leaf.clone() for leaf in self.seen["leaves"] if isinstance(leaf, Tensor))
 
 
-class _MarkNoGrad(TorchFunctionMode):
-    """The traced graph has no trace of `torch.no_grad()`; the nodes traced inside it are annotated."""
+class _Marks(TorchFunctionMode):
+    """Annotates what the traced graph does not show: `torch.no_grad()` and `torch.utils.checkpoint`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._regions: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_grad_enabled() or func is set_grad_enabled:
-            return func(*args, **(kwargs or {}))
-        with fx_traceback.annotate({_NO_GRAD_KEY: True}):
+        marks: dict[str, Any] = {}
+        if not torch.is_grad_enabled() and func is not set_grad_enabled:
+            marks[_NO_GRAD_KEY] = True
+        hooks = saved_tensors_hooks(True)
+        if hooks and "_checkpoint_hook" in hooks[0].__qualname__:
+            # The hooks themselves are kept, because their ids may be used again.
+            if hooks[0] not in self._regions:
+                self._regions.append(hooks[0])
+            marks[RECOMPUTED_KEY] = 1 + self._regions.index(hooks[0])
+        with fx_traceback.annotate(marks) if marks else nullcontext():
             return func(*args, **(kwargs or {}))
 
 

@@ -3,7 +3,7 @@
 FT adds up the costs of configurations, which makes its search possible. For one strategy more can be said: the parts of
 tensors that one device holds form a graph (`local_graph`), whose peak follows from the tensors' lifetimes, as for every
 other engine (`offbeat.cost.memory`). Buffers of the exchanges are not counted, nor what backward exchanges
-again. FT's time stays: every collective of a split model is waited for (`offbeat.runtime.sharded`), so times add up.
+again. FT's time stays: a sum, which does not count that collectives overlap with compute (`offbeat.runtime.sharded`).
 """
 
 from dataclasses import replace
