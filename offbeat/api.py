@@ -299,7 +299,7 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     """
     if cluster.servers:
         return build_strategy("fast_servers", graph, cluster)
-    seconds, seconds_per_byte, *_ = fit_link(world.default_channel(), world.device)
+    seconds, seconds_per_byte = fit_link(world.default_channel(), world.device)
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)

@@ -281,9 +281,11 @@ def _predict(runtime: Any, lines: list[dict[str, Any]]) -> float | None:
     from offbeat.profile.measure import profile_in_place
     from offbeat.simulate import step_seconds
 
+    retimer = runtime.retimer
+    link = None if retimer is None else (retimer.latency, retimer.per_byte)
     try:
         recorded = [orjson.loads(orjson.dumps(lines))]
-        profile = profile_in_place(recorded, runtime.link, len(runtime.plan.replicas), runtime.plan.graph)
+        profile = profile_in_place(recorded, link, len(runtime.plan.replicas), runtime.plan.graph)
         return step_seconds(profile.plan, profile.costs)
     except Exception as error:
         # A job must not end because it could not be predicted.

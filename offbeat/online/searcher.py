@@ -98,12 +98,11 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     from offbeat.graph import ModelGraph
     from offbeat.profile.measure import profile_in_place
     from offbeat.profile.whatif import trust_in
-    from offbeat.runtime.retime import MeasuredLink
     from offbeat.search.optimize import candidates
 
     recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
     graph = ModelGraph.from_json(request["graph"])
-    profile = profile_in_place(recorded, MeasuredLink(*request["link"]), request["world"], graph)
+    profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
     issue_seconds = profile.host_late * ISSUE_SECONDS
     costs = replace(profile.costs, encoding_seconds_per_byte=request["encoding"])
     job = (profile.graph, profile.cluster, costs, profile.strategy)

@@ -27,7 +27,7 @@ from offbeat.profile.blocks import time_encoders
 from offbeat.profile.recorder import MemoryRecorder
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.handle import Decision, tell
-from offbeat.runtime.retime import MeasuredLink, link_fit
+from offbeat.runtime.retime import link_fit
 from offbeat.strategy import Strategy
 from offbeat.timeline import Timeline
 from offbeat.timeline.clock import Moment
@@ -292,7 +292,7 @@ class Tuner:
         self.runtime.link = yield from self._measure_link()
         return traces
 
-    def _measure_link(self) -> Generator[None, None, MeasuredLink]:
+    def _measure_link(self) -> Generator[None, None, tuple[float, float]]:
         """Every rank takes part, with one all-reduce after each step; no update may be in flight meanwhile."""
         if self.runtime.link is not None and not self.drifted:
             return self.runtime.link

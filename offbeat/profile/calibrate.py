@@ -35,7 +35,7 @@ from offbeat.cluster import ClusterSpec, CollectiveTable
 from offbeat.cluster.parts import Collective, Groups
 from offbeat.cost.measured import CALIBRATED_IN_FLIGHT, SERVED, CollectiveFit, in_a_row
 from offbeat.cost.tables import latency_steps
-from offbeat.cpu_steal import QUIET, CpuSteal, ProcessorTime
+from offbeat.cpu_steal import QUIET, CpuSteal
 from offbeat.errors import OffbeatError
 from offbeat.launch import this_place
 from offbeat.plan.model import sent_per_byte
@@ -58,8 +58,6 @@ SMALL_IN_A_ROW = 3
 CYCLES = 5
 """Repetitions of some small collectives and a large one; the first is left out."""
 REPEATS, SMALL_REPEATS = 3, 6
-WORK_SIZES = 2**14, 2**20
-"""Of the collectives in which the processor's work is measured."""
 ATTEMPTS = 2
 LONGEST_SECONDS = 0.15
 """Sizes whose row would take longer are left out."""
@@ -73,12 +71,12 @@ Surveyed = dict[tuple[Collective, Groups], list[Sample]]
 MULTIPLIED, COPIED_BYTES = 8192, 2**30
 """Rows and columns of the matrices by which a GPU's rate is measured, and bytes of the tensor that is copied."""
 _TIMEOUT = timedelta(minutes=5)
-_measured: WeakKeyDictionary[Any, tuple[dict[str, list[Sample]], tuple[float, float]]] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
 def calibrate_job(folder: Path) -> None:
     """Measures what each collective of the running job costs, on every rank; rank 0 writes `calibration.json`."""
-    (samples, (processor, per_byte)), ranks = measure_job(), dist.get_world_size()
+    samples, ranks = measure_job(), dist.get_world_size()
     within, between = measure_nodes()
     known = known_costs(dist.get_backend(), ranks)
 
@@ -90,27 +88,20 @@ def calibrate_job(folder: Path) -> None:
 
     if dist.get_rank() == 0:
         everyone = {(kind, ranks): found for kind, found in samples.items()}
-        costs = replace(
-            known,
-            collectives=fits(between | everyone),
-            within=fits(within),
-            processor_seconds=processor,
-            processor_seconds_per_byte=per_byte,
-        )
+        costs = replace(known, collectives=fits(between | everyone), within=fits(within))
         content = {"costs": costs.to_dict(), "samples": samples}
         written = orjson.dumps(content, option=orjson.OPT_INDENT_2)
         files.write_atomic(folder / "calibration.json", written, "calibration")
 
 
-def measure_job() -> tuple[dict[str, list[Sample]], tuple[float, float]]:
-    """Samples of every collective among all ranks of the job, and the processor's work for each and for each byte sent;
-    measured only once per job."""
+def measure_job() -> dict[str, list[Sample]]:
+    """Samples of every collective among all ranks of the job, measured only once per job."""
     job = default_group()
     if job not in _measured:
         world = torch_world()
         everyone = tuple(range(world.size))
         with closing(world.open_channel("offbeat/calibrate", everyone, CALIBRATED_IN_FLIGHT, _TIMEOUT)) as channel:
-            _measured[job] = _least_disturbed(channel, world.device), processor_work(channel, world.device)
+            _measured[job] = _least_disturbed(channel, world.device)
     return _measured[job]
 
 
@@ -171,25 +162,6 @@ def measure(channel: Channel, kind: str, device: torch.device) -> list[Sample]:
         if rest * IN_A_ROW > LONGEST_SECONDS and len(samples) > 3:
             break
     return samples
-
-
-def processor_work(channel: Channel, device: torch.device) -> tuple[float, float]:
-    """Seconds in which the backend's threads work for an all-reduce, and for each byte that a rank sends in it; the
-    mean of all ranks."""
-    if device.type != "cpu":
-        return 0.0, 0.0
-    taken = []
-    for size in WORK_SIZES:
-        starts = [starter(channel, "all_reduce", size, device) for _ in range(IN_A_ROW)]
-        _ends(starts[:1], device)
-        before = ProcessorTime.now()
-        _ends(starts, device)
-        taken.append(ProcessorTime.now().since(before).helpers / IN_A_ROW)
-    everyones = torch.empty(channel.size * len(taken), dtype=torch.float64)
-    channel.all_gather(everyones, torch.tensor(taken, dtype=torch.float64)).wait()
-    small, large = everyones.view(channel.size, -1).mean(dim=0).tolist()
-    per_byte = max(0.0, (large - small) / (WORK_SIZES[1] - WORK_SIZES[0]))
-    return max(0.0, small - per_byte * WORK_SIZES[0]), per_byte / sent_per_byte("all_reduce", channel.size)
 
 
 def _repeat(

@@ -3,11 +3,11 @@
 A step that accumulates gradients has several passes, whose mean is the graph's (`ModelGraph.passes`).
 
 Communication slows computing down. Where both share processors, each collective takes some seconds from computing, and
-some more for each byte (`Costs.processor_seconds`). Calibration tells how long the backend's threads work for them on
-an idle machine; how much of that computing has to wait for is what the recorded steps waited for a free processor
-(`own_processor_seconds`). Elsewhere, as on a GPU, a span that takes `base` seconds alone takes `base * (1 + factor *
-share)` if communication is in flight for `share` of it (`Costs.interference`). The factor is the slope of a span's
-relative duration over its share in different steps, pooled over all spans (`fit_interference`).
+some more for each byte (`Costs.processor_seconds`): as long as the recorded steps waited for a free processor, shared
+out over the collectives that were under way (`own_processor_seconds`). Elsewhere, as on a GPU, a span that takes `base`
+seconds alone takes `base * (1 + factor * share)` if communication is in flight for `share` of it
+(`Costs.interference`). The factor is the slope of a span's relative duration over its share in different steps, pooled
+over all spans (`fit_interference`).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +35,9 @@ LEAST_SPREAD = 0.02
 LEAST_SECONDS = 2e-4
 """Shorter spans are mostly noise."""
 MOST = 1.0
-MOST_DELAYED = 2.0
-"""The largest factor between what communication takes from computing and what it takes on an idle machine."""
+COLLECTIVE_BYTES = 640 * 2**10
+"""Bytes whose sending takes as much processor time as a collective does whatever it sends: 0.3 to 0.75 MiB in six jobs
+of gloo with 3 to 160 messages a step, between emulated hosts on two cores."""
 Floats = NDArray[np.float64]
 Until = Callable[[Floats], Floats]
 """A quantity that has come together up to a time."""
@@ -240,26 +241,24 @@ def taken_by(trace: RankTrace, costs: Costs) -> Until:
 
 def own_processor_seconds(traces: list[RankTrace], costs: Costs) -> Costs | None:
     """The costs with as much taken from computing as the recorded steps waited for a free processor; None where
-    that, or the backend's work on an idle machine, is not known."""
-    factors = []
-    for trace in traces if costs.processor_seconds or costs.processor_seconds_per_byte else ():
-        known = [step for step in trace.steps if step.processor is not None]
-        until, lost = taken_by(trace, costs), []
-        for step in known:
-            spans = np.array(_compute_spans(step)).reshape(-1, 2)
-            lost.append(float((until(spans[:, 1]) - until(spans[:, 0])).sum()))
-        delayed = median(step.processor.delayed for step in known if step.processor) if known else 0.0
-        if delayed and median(lost):
-            factors.append(delayed / median(lost))
-    if not factors:
+    traces do not tell."""
+    unit = replace(costs, interference=0.0, processor_seconds=float(COLLECTIVE_BYTES), processor_seconds_per_byte=1.0)
+    per_byte = []
+    for trace in traces:
+        until, found = taken_by(trace, unit), []
+        for step in trace.steps:
+            busy = [*_compute_spans(step), *((start, end) for kind, _, start, end in step.local if kind != "wait")]
+            spans = np.array(busy).reshape(-1, 2)
+            beside = float((until(spans[:, 1]) - until(spans[:, 0])).sum())
+            if step.processor is not None and beside:
+                found.append((step.processor.delayed, beside))
+        delayed, beside = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
+        if delayed:
+            per_byte.append(delayed / beside)
+    if not per_byte:
         return None
-    factor = min(median(factors), MOST_DELAYED)
-    return replace(
-        costs,
-        interference=0.0,
-        processor_seconds=costs.processor_seconds * factor,
-        processor_seconds_per_byte=costs.processor_seconds_per_byte * factor,
-    )
+    each = median(per_byte)
+    return replace(unit, processor_seconds=each * COLLECTIVE_BYTES, processor_seconds_per_byte=each)
 
 
 def fit_interference(samples: list[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> float:

@@ -41,7 +41,6 @@ from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
 from offbeat.profile.traces import align, read_traces, to_timeline
 from offbeat.runtime.comm import known_costs
-from offbeat.runtime.retime import MeasuredLink
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
 from offbeat.timeline import KINDS, Timeline
@@ -50,7 +49,7 @@ from offbeat.timeline.observer import covered
 WARM_UP_STEPS = 3
 LAUNCH_BOUND = 0.1
 """Share of a step in which the GPU waits for the host, from which on it is worth a note."""
-MOST_CORRECTED = 2.0
+MOST_CORRECTED = 4.0
 """The largest factor by which a job's own collectives correct what was calibrated."""
 SERVER_CORRECTIONS = 4
 """Rounds of correcting servers' messages and replaying; the closest one counts."""
@@ -114,21 +113,15 @@ class Profile:
 
 
 def profile_in_place(
-    recorded: Sequence[Sequence[dict[str, Any]]], link: MeasuredLink | None, world: int, graph: ModelGraph
+    recorded: Sequence[Sequence[dict[str, Any]]], link: tuple[float, float] | None, world: int, graph: ModelGraph
 ) -> Profile:
     """The profile of a running job from what `MemoryRecorder` noted on its first ranks, with the variables of `graph`.
 
-    `link` is an all-reduce among all ranks, where measured.
+    `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
     """
     traces = [read_rank(Path(f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
-    costs = known_costs(traces[0].backend, world)
-    if link is not None:
-        costs = replace(
-            costs,
-            collectives={("all_reduce", world): CollectiveFit(link.seconds, 0.0, link.seconds_per_byte)},
-            processor_seconds=link.processor_seconds,
-            processor_seconds_per_byte=link.processor_seconds_per_byte,
-        )
+    fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
+    costs = replace(known_costs(traces[0].backend, world), collectives=fits)
     profile = make_profile(traces, costs)
     return replace(profile, graph=with_variables_of(profile.graph, graph))
 

@@ -11,13 +11,10 @@ import time
 from collections.abc import Generator, Sequence
 from math import inf
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
-from offbeat.cpu_steal import ProcessorTime
 from offbeat.plan import Task
-from offbeat.plan.model import sent_per_byte
 from offbeat.plan.schedule import Slice, gradient_slices, retimed
 from offbeat.runtime.comm import Channel
 from offbeat.runtime.engine import Engine
@@ -44,20 +41,8 @@ MOST_SLOWED = 4.0
 """Maximum factor by which the job's collectives are assumed to differ from those on an idle link."""
 
 
-class MeasuredLink(NamedTuple):
-    """What an all-reduce among some ranks takes on an idle link: a linear fit through a small and a large one."""
-
-    seconds: float
-    seconds_per_byte: float
-    """Of the slowest rank."""
-    processor_seconds: float = 0.0
-    """In which the backend's threads work for it."""
-    processor_seconds_per_byte: float = 0.0
-    """Of those that a rank sends."""
-
-
-def fit_link(channel: Channel, device: torch.device) -> MeasuredLink:
-    """Measures the link at once."""
+def fit_link(channel: Channel, device: torch.device) -> tuple[float, float]:
+    """(seconds per all-reduce, seconds per byte): a linear fit through a small and a large one, of the slowest rank."""
     measuring = link_fit(channel, device)
     while True:
         try:
@@ -66,44 +51,34 @@ def fit_link(channel: Channel, device: torch.device) -> MeasuredLink:
             return end.value
 
 
-def link_fit(channel: Channel, device: torch.device) -> Generator[None, None, MeasuredLink]:
+def link_fit(channel: Channel, device: torch.device) -> Generator[None, None, tuple[float, float]]:
     """What `fit_link` does, one all-reduce at a time.
 
     The large one grows until it takes long enough to time, because queues along the way swallow short bursts.
     """
     if channel.size == 1:
-        return MeasuredLink(0.0, 0.0)
+        return 0.0, 0.0
     small, large = 2**14, 2**18
-    least, work = yield from _time_all_reduce(channel, device, small)
-    most, more = 0.0, work
+    least, most = (yield from _time_all_reduce(channel, device, small)), 0.0
     while most < LONG_ENOUGH_SECONDS and large < 2**26:
         large *= 4
-        most, more = yield from _time_all_reduce(channel, device, large)
+        most = yield from _time_all_reduce(channel, device, large)
     per_byte = max(0.0, (most - least) / (large - small))
-    work_per_byte = max(0.0, (more - work) / (large - small))
-    return MeasuredLink(
-        max(0.0, least - per_byte * small),
-        per_byte,
-        max(0.0, work - work_per_byte * small),
-        work_per_byte / sent_per_byte("all_reduce", channel.size),
-    )
+    return max(0.0, least - per_byte * small), per_byte
 
 
-def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Generator[None, None, tuple[float, float]]:
-    """Seconds of an all-reduce, and those in which the backend's threads work for it."""
+def _time_all_reduce(channel: Channel, device: torch.device, size: int) -> Generator[None, None, float]:
     tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
-    runs, works = [], []
+    runs = []
     for _ in range(3):
-        begin, worked = time.perf_counter(), ProcessorTime.now()
+        begin = time.perf_counter()
         channel.all_reduce(tensor).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         runs.append(time.perf_counter() - begin)
-        works.append(ProcessorTime.now().since(worked).helpers)
         yield
-    best = torch.tensor([min(runs), median(works)], dtype=torch.float64, device=device)
-    taken, worked_seconds = largest(channel, best).tolist()
-    return taken, worked_seconds
+    best = torch.tensor([min(runs)], dtype=torch.float64, device=device)
+    return float(largest(channel, best)[0])
 
 
 class CollectiveTimings:
@@ -149,12 +124,14 @@ def slowdown(busy: Sequence[Sequence[float]], expected: Sequence[float]) -> floa
 class Retimer:
     """Watches an engine's ready times and keeps its issue order suited to them."""
 
-    def __init__(self, engine: Engine, use_order: dict[str, int], device: torch.device, link: MeasuredLink) -> None:
+    def __init__(
+        self, engine: Engine, use_order: dict[str, int], device: torch.device, link: tuple[float, float]
+    ) -> None:
         self.engine = engine
         self.use_order = use_order
         """Place of each variable in the order in which forward uses them."""
         self.device = device
-        self.latency, self.per_byte = link.seconds, link.seconds_per_byte
+        self.latency, self.per_byte = link
         self.slowdown = 1.0
         self.clock = engine.reports.clock
         self.timings = CollectiveTimings(self.clock)

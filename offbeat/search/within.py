@@ -71,7 +71,7 @@ def _link_costs(world: TorchWorld) -> Costs:
     """
     if world.size < 2:
         return Costs()
-    seconds, per_byte, *_ = fit_link(world.default_channel(), world.device)
+    seconds, per_byte = fit_link(world.default_channel(), world.device)
     shares = {
         "all_reduce": 1.0,
         "all_gather": world.size / 2,

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.cost.measured import Costs
 from offbeat.cpu_steal import ProcessorTime
-from offbeat.profile.compute import fit_interference, own_processor_seconds
+from offbeat.profile.compute import COLLECTIVE_BYTES, fit_interference, own_processor_seconds
 from offbeat.profile.lines import Collective, Pass, RankTrace, Step
 
 
@@ -36,7 +36,8 @@ def test_too_few_steps_tell_nothing() -> None:
     assert fit_interference([(seconds[:2], share[:2])]) == 0.0
 
 
-IDLE = Costs(processor_seconds=1e-3, processor_seconds_per_byte=1e-9, interference=0.2)
+SENT = 10**6
+"""Bytes of a message, and what each of two ranks sends of it."""
 
 
 def trace(delayed: float | None) -> RankTrace:
@@ -45,7 +46,7 @@ def trace(delayed: float | None) -> RankTrace:
     for number in range(5):
         at = 0.1 * number
         rows = tuple(
-            Collective(task, "all_reduce", f"m{task}", 10**6, 2, begin, begin, begin + 0.02)
+            Collective(task, "all_reduce", f"m{task}", SENT, 2, begin, begin, begin + 0.02)
             for task, begin in ((0, at + 0.01), (1, at + 0.03))
         )
         computed = Pass(at, at, (), ((0, at, at + 0.04),), at + 0.04)
@@ -57,20 +58,18 @@ def trace(delayed: float | None) -> RankTrace:
     )  # fmt: skip
 
 
-def test_what_a_job_waits_for_a_processor_scales_the_work_of_its_messages() -> None:
-    """2 ms of work for each message and rank, 3 ms of it beside computing, which waited for 1.5 ms."""
-    found = own_processor_seconds([trace(1.5e-3)], IDLE)
+def test_what_a_job_waits_for_a_processor_is_shared_out_over_its_messages() -> None:
+    """Computing waited for 1.5 ms beside one and a half messages, so a message takes 1 ms from it."""
+    found = own_processor_seconds([trace(1.5e-3)], Costs(interference=0.2))
     assert found is not None
-    assert found.processor_seconds == pytest.approx(IDLE.processor_seconds / 2)
-    assert found.processor_seconds_per_byte == pytest.approx(IDLE.processor_seconds_per_byte / 2)
+    assert found.processor_seconds + SENT * found.processor_seconds_per_byte == pytest.approx(1e-3)
+    assert found.processor_seconds == pytest.approx(COLLECTIVE_BYTES * found.processor_seconds_per_byte)
     assert found.interference == 0.0
 
 
-@pytest.mark.parametrize(
-    ("delayed", "costs"), [(None, IDLE), (0.0, IDLE), (1.5e-3, Costs())], ids=["old trace", "not told", "not measured"]
-)
-def test_without_a_measurement_nothing_is_said(delayed: float | None, costs: Costs) -> None:
-    assert own_processor_seconds([trace(delayed)], costs) is None
+@pytest.mark.parametrize("delayed", [None, 0.0], ids=["an old trace", "a kernel that does not tell"])
+def test_where_a_trace_does_not_tell_nothing_is_said(delayed: float | None) -> None:
+    assert own_processor_seconds([trace(delayed)], Costs()) is None
 
 
 def test_time_on_the_processor_is_this_process_and_thread() -> None:
