@@ -141,7 +141,7 @@ def _starts(problem: Problem) -> list[Candidate]:
     """What builders, PACE and FSDP2 make of the model, as far as the engines may be used."""
     starts = [
         problem.evaluate(build_strategy(name, problem.graph, problem.cluster), name)
-        for name in STARTS
+        for name in (*STARTS, *(["fast_servers"] if problem.cluster.servers else []))
         if name == "ddp" or not problem.expired
     ]
     pace = pace_strategy(problem.graph, problem.cluster, problem.costs, coarsen=problem.coarsen)

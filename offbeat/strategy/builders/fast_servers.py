@@ -13,6 +13,7 @@ def build(
     *,
     threshold: Size = "1MiB",
     shard: Size = "512KiB",
+    relayed: Size = "128KiB",
     bucket: Size = "512KiB",
     in_flight: int = 4,
 ) -> Strategy:
@@ -24,11 +25,14 @@ def build(
     receive it once, in opposite directions, so a slow link carries less if the servers are elsewhere.
 
     If the cluster has servers without a replica, they and the workers with fast links sum all gradients in slices of
-    at most `shard` bytes, each as many as its link allows, and every replica applies the update. The sum of a slice can
-    return while other gradients are still being computed; new parameters cannot.
+    at most `relayed` bytes, each as many as its link allows, and every replica applies the update. The sum of a slice
+    can return while other gradients are still being computed; new parameters cannot. A slice is small because it
+    crosses two links one after the other, and its sum leaves only when the slowest rank has sent all of it.
     """
     limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
-    base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=most, in_flight=in_flight)
+    least = bytes_option("relayed", relayed, minimum=1024)
+    slice_bytes = least if cluster.servers else most
+    base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=slice_bytes, in_flight=in_flight)
     if cluster.servers:
         return base.model_copy(update={"variables": {name: each.summed for name, each in base.variables.items()}})
     bandwidths = {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in server_ranks(cluster, "nodes")}
