@@ -7,8 +7,8 @@ Predictors: `predefined` (AutoSync's analytic model), `linear`, `rnn` and `gat` 
 trials are measured), `fitted` (the same at costs fitted to the training trials), and `combined`, which is what
 `offbeat tune` predicts with: the fitted replayer, or a model that has learned its error where that has been shown to
 rank better, here on the validation trials; without any it is the fitted replayer.
-  within     70/15/15 splits of one domain, the epoch chosen on the 15% for validation, three seeds; nine for
-             measured domains, which are small;
+  within     70/15/15 splits of one domain, three seeds; nine for measured domains, which are small. The second part
+             is used by `combined` alone;
   transfer   trained on the other domains of the same source with as many updates as within one, tested on all of this;
   curve      trained on the first 10, 20, 40 and 80 trials of a domain, tested on the held-out ones: who is best when.
 Accuracy is over pairs that differ by more than 5%, about as much as two trials of one strategy may differ; `all_pairs`
@@ -149,14 +149,14 @@ def accuracies(predicted, seconds) -> Scores:
     return {name: ranking_accuracy(predicted, seconds, tie) for name, tie in TIES.items()}
 
 
-def trained(kind: str, train, test, validation, options, epochs: int, seed: int) -> Scores:
+def trained(kind: str, train, test, options, epochs: int, seed: int) -> Scores:
     from offbeat.simulate.learned.ranking import Simulator, TrainingSchedule
 
     simulator = Simulator(kind, hidden=options.hidden, seed=seed)
     if kind in ("rnn", "gat") and options.network_epochs:
         epochs = math.ceil(epochs * options.network_epochs / options.epochs)
     schedule = TrainingSchedule(epochs=epochs, decay_epochs=(epochs * 2 // 5, epochs * 4 // 5))
-    simulator.fit(train, schedule, validation)
+    simulator.fit(train, schedule)
     return accuracies(simulator.predict(test.plans), test.seconds)
 
 
@@ -166,7 +166,7 @@ def within(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, Sco
     scores = untrained(domain, test, fitted)
     parts = [domain.samples(part) for part in (train, check, test)]
     for kind in LEARNED:
-        scores[kind] = trained(kind, parts[:1], parts[2], parts[1:2], options, options.epochs, seed)
+        scores[kind] = trained(kind, parts[:1], parts[2], options, options.epochs, seed)
     scores["combined"] = combined(*(domain.samples(part, fitted) for part in (train, check, test)), options, seed)
     return scores
 
@@ -193,7 +193,7 @@ def curve(domain: Domain, _: list[Domain], options, seed: int) -> dict[str, dict
             scores = untrained(domain, test, fitted)
             some, rest = domain.samples(train[:count]), domain.samples(test)
             for kind in LEARNED:
-                scores[kind] = trained(kind, [some], rest, None, options, options.epochs, seed)
+                scores[kind] = trained(kind, [some], rest, options, options.epochs, seed)
             scores["combined"] = scores["fitted"]
             result[str(count)] = scores
     return result
@@ -210,7 +210,7 @@ def transfer(domain: Domain, domains: list[Domain], options, seed: int) -> dict[
         epochs = max(10, math.ceil(options.epochs / len(others)))
         train = [other.samples(np.arange(len(other.seconds))) for other in others]
         for kind in LEARNED:
-            scores[kind] = trained(kind, train, domain.samples(everything), None, options, epochs, seed)
+            scores[kind] = trained(kind, train, domain.samples(everything), options, epochs, seed)
         scores["combined"] = scores["fitted"]
     return scores
 
