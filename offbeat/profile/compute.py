@@ -38,6 +38,9 @@ MOST = 1.0
 COLLECTIVE_BYTES = 640 * 2**10
 """Bytes whose sending takes as much processor time as a collective does whatever it sends: 0.3 to 0.75 MiB in six jobs
 of gloo with 3 to 160 messages a step, between emulated hosts on two cores."""
+MOST_DELAYED = 1.5
+"""Seconds for which computing waits for each second of the other threads' work; 0.5 to 1.2 in those jobs, whose hosts
+share the two cores."""
 Floats = NDArray[np.float64]
 Until = Callable[[Floats], Floats]
 """A quantity that has come together up to a time."""
@@ -241,17 +244,20 @@ def taken_by(trace: RankTrace, costs: Costs) -> Until:
 
 def own_processor_seconds(traces: list[RankTrace], costs: Costs) -> Costs | None:
     """The costs with as much taken from computing as the recorded steps waited for a free processor; None where
-    traces do not tell."""
+    traces do not tell.
+
+    Steps also wait while other processes run, so no more counts than what this process's own threads can account for.
+    """
     unit = replace(costs, interference=0.0, processor_seconds=float(COLLECTIVE_BYTES), processor_seconds_per_byte=1.0)
     per_byte = []
-    for trace in traces:
+    for trace in traces if traces[0].device in ("", "cpu") else ():
         until, found = taken_by(trace, unit), []
         for step in trace.steps:
             busy = [*_compute_spans(step), *((start, end) for kind, _, start, end in step.local if kind != "wait")]
             spans = np.array(busy).reshape(-1, 2)
             beside = float((until(spans[:, 1]) - until(spans[:, 0])).sum())
             if step.processor is not None and beside:
-                found.append((step.processor.delayed, beside))
+                found.append((min(step.processor.delayed, MOST_DELAYED * step.processor.helpers), beside))
         delayed, beside = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
         if delayed:
             per_byte.append(delayed / beside)

@@ -69,8 +69,7 @@ class Recorder:
         self.calibrate = calibrate
         self.transactions: TransactionListener | None = None
         self.noting_transactions = transactions
-        """Whether to note messages from rank to rank. Ranks of such a job need not come to their first forward
-        together, so that the recorder sends no messages of its own there, and their clocks are aligned by the job's."""
+        """Whether to note messages between ranks. These need not meet then: the job's own messages align their clocks."""
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
@@ -113,10 +112,9 @@ class Recorder:
         if self.followed is not None and (changed := self.plans.changes(*self.followed)):
             self.unwritten.append({"plan": changed})
         ended, self.collectives = self.collectives, []
-        if isinstance(self.clock, HostClock):
-            self.line["processor"] = ProcessorTime.now().since(self.processor)
+        self.line |= {"end": now, "processor": ProcessorTime.now().since(self.processor)}
         # Collectives that end during a later step are written with it; each says which step it belongs to.
-        self.unwritten.append(self.line | {"end": now, "communication": ended, **self._messages_ended()})
+        self.unwritten.append(self.line | {"communication": ended, **self._messages_ended()})
         if isinstance(self.clock, HostClock) or len(self.unwritten) >= WAITING_STEPS:
             self._write_known()
         self.steps += 1

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.cost.measured import Costs
 from offbeat.cpu_steal import ProcessorTime
-from offbeat.profile.compute import COLLECTIVE_BYTES, fit_interference, own_processor_seconds
+from offbeat.profile.compute import COLLECTIVE_BYTES, MOST_DELAYED, fit_interference, own_processor_seconds
 from offbeat.profile.lines import Collective, Pass, RankTrace, Step
 
 
@@ -65,6 +65,13 @@ def test_what_a_job_waits_for_a_processor_is_shared_out_over_its_messages() -> N
     assert found.processor_seconds + SENT * found.processor_seconds_per_byte == pytest.approx(1e-3)
     assert found.processor_seconds == pytest.approx(COLLECTIVE_BYTES * found.processor_seconds_per_byte)
     assert found.interference == 0.0
+
+
+def test_other_processes_do_not_make_messages_expensive() -> None:
+    """The backend's threads have worked for 10 ms in each step, whatever computing waited for."""
+    usual, busy = (own_processor_seconds([trace(delayed)], Costs()) for delayed in (MOST_DELAYED * 0.01, 0.5))
+    assert usual is not None
+    assert busy == usual
 
 
 @pytest.mark.parametrize("delayed", [None, 0.0], ids=["an old trace", "a kernel that does not tell"])
