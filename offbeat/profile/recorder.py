@@ -69,7 +69,7 @@ class Recorder:
         self.calibrate = calibrate
         self.transactions: TransactionListener | None = None
         self.noting_transactions = transactions
-        """Whether to note messages between ranks. These need not meet then: the job's own messages align their clocks."""
+        """Whether to note messages between ranks, which need not meet then: their own messages align their clocks."""
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         self.file: BinaryIO | None = None
         self.recording = False
