@@ -1,8 +1,9 @@
 """Phases of a job under way: warm up, record, search beside it, race what it found, keep what is faster, watch.
 
 The search runs in a process of its own (`searcher.py`); training goes on, and the answer is taken at the end of a step
-by all ranks alike. The quickest plans of each kind, DDP's own way among them, run in heats. The fastest goes to the
-final, and is kept only if alternating blocks of real steps show that it is faster than the present plan (`verdict.py`).
+by all ranks alike. The quickest plans of each kind, DDP's own way among them, run in heats. Those that may be faster go
+to a final, and are kept only if alternating blocks of real steps show that they are (`verdict.py`). The plan that the
+job began with has not proven anything either: against DDP's way it must be the faster one on average.
 Later, when steps have become longer or shorter than they were, it looks again. Every decision is told once, on rank 0.
 """
 
@@ -48,16 +49,17 @@ PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
 MOST_STEPS = 120
 """Spent on trials, for one search."""
 MOST_CONTENDERS = 3
-BEHIND = 0.05
-"""A contender that was slower than the present plan by more than this share in its heats goes to no final."""
+BEHIND, EVENLY_BEHIND = 0.05, 0.1
+"""A contender that was slower than the present plan by more than this share in its heats goes to no final. The second
+is DDP's way against a plan that has not proven anything."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
 DDP = "barrier"
 """The kind of plan that does what DDP does."""
 CLOSE, FAR = 0.25, 1.0
-"""A plan of another kind is tried too if its prediction exceeds the present plan's real steps by at most this share.
-The second holds for DDP's own way, and for every plan where steps take `SLOW` times what was predicted: replay knows
-nothing of processors that compute and communication share."""
+"""A plan of another kind is tried too if its prediction exceeds the present plan's steps, real and predicted, by at
+most this share. The second holds for DDP's own way, and for every plan where steps take `SLOW` times as long as
+predicted."""
 SLOW = 1.1
 WATCHED_STEPS = 25
 DRIFT = 0.2
@@ -105,6 +107,8 @@ class Tuner:
         self.questions = 0
         self.usual = 0.0
         """Seconds of a step with the present plan."""
+        self.proven = False
+        """The present plan has come out of a race."""
         self.drifted = False
         """Step times have changed, so the link may have changed too."""
         self.phases = self._run()
@@ -185,19 +189,31 @@ class Tuner:
         present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
         others = [Runner(each["name"], self._lowered(recorded, each), each) for each in chosen]
         spent = yield from self._heats(present, others)
-        ranked = sorted(range(len(others)), key=lambda place: others[place].heat)
-        finalists = [(place, others[place].heat <= present.heat * (1 + BEHIND)) for place in ranked]
-        winner = present
-        for place, hopeful in self._agree(finalists):
+        champion = present
+        for place, even, hopeful in self._agree(self._finalists(present, others)):
             other, verdict = others[place], Verdict(present.heats, others[place].heats)
-            if winner is present and hopeful and spent + min(NEEDED) * PAIR_STEPS <= MOST_STEPS:
-                verdict = Verdict()
-                spent += yield from self._final(present, other, verdict, MOST_STEPS - spent)
-                if self._agree(verdict.decision == "keep"):
-                    winner, self.graph, self.usual = other, recorded, median(verdict.new)
+            # Where even plans cannot be told apart, something is left for the plans after them.
+            most_steps = (MOST_STEPS - spent) // (2 if even and len(others) > 1 else 1)
+            if hopeful and min(NEEDED) * PAIR_STEPS <= most_steps:
+                verdict = Verdict(even=even)
+                spent += yield from self._final(champion, other, verdict, most_steps)
+                if self._agree(verdict.kept):
+                    champion, self.graph, self.usual = other, recorded, median(verdict.new)
             if verdict.new:
-                self._tell_of(other, verdict, kept=other is winner)
-        self._run_with(winner)
+                self._tell_of(other, verdict, kept=other is champion)
+        self._run_with(champion)
+        self.proven = True
+
+    def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool, bool]]:
+        """The places of the others in the order of their finals, whether a final is on even terms, and whether the
+        heats leave hope for it.
+        """
+        found = []
+        for place, other in enumerate(others):
+            even = other.candidate["kind"] == DDP and not self.proven
+            behind = EVENLY_BEHIND if even else BEHIND
+            found.append((place, even, other.heat <= present.heat * (1 + behind)))
+        return sorted(found, key=lambda each: (not each[1], others[each[0]].heat))
 
     def _heats(self, present: Runner, others: list[Runner]) -> Generator[None, None, int]:
         """Some blocks of each plan, if there are several to choose from; the steps it took."""
@@ -376,7 +392,7 @@ def contenders(found: dict[str, Any], usual: float) -> list[dict[str, Any]]:
         seen.add(kind)
         close = FAR if kind == DDP or usual > SLOW * present["seconds"] else CLOSE
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
-        if promising or (kind != present["kind"] and each["seconds"] < usual * (1 + close)):
+        if promising or (kind != present["kind"] and each["seconds"] < max(usual, present["seconds"]) * (1 + close)):
             chosen.append(each)
     while len(chosen) > MOST_CONTENDERS:
         chosen.remove(next(each for each in reversed(chosen) if each["kind"] != DDP))

@@ -16,8 +16,8 @@ def test_a_faster_plan_is_kept_and_the_numbers_stay(pools: Pools, ranks: int) ->
         assert answer["names"][0] != "partitioned_all_reduce"
         assert answer["names"][-1] == "partitioned_all_reduce"
         assert answer["names"] == answers[0]["names"], "every rank switches between the same two steps"
-    # The recorded steps took 50 ms, of which the new plan changes nothing in replay.
-    assert 0.05 < answers[0]["predicted"] < 0.1, "the handle's timeline is at recorded times"
+    # The recorded steps took 50 ms or more, of which the new plan changes nothing in replay.
+    assert 0.05 < answers[0]["predicted"] < 2 * answers[0]["recorded"], "the handle's timeline is at recorded times"
 
 
 def test_a_slower_plan_is_given_up_again(pools: Pools) -> None:
@@ -74,7 +74,7 @@ def test_auto_encodes_gradients_with_leave_and_only_then(pools: Pools) -> None:
         assert answer["error"] < 1e-5
     answers = pools(2).call("encoded_with_leave", allow=["bf16"], timeout=120)
     for answer in answers:
-        assert "bf16" in answer["encoders"]
+        assert "bf16" in answer["encoders"], answer["said"]
         # Rounded gradients are close, and not the same.
         assert 1e-5 < answer["error"] < 5e-2
     # The search was told what encoding takes on this device.

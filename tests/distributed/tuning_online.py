@@ -59,10 +59,12 @@ def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = Tru
     original, tuner.start_search = tuner.start_search, Favour
     names: list[str] = []
     seen: list[int] = []
+    seconds: list[float] = []
     try:
         offbeat.distribute(net, trainer, timeout=TIMEOUT)
         runtime = net._offbeat
         for step in range(STEPS):
+            begin = time.perf_counter()
             trainer.zero_grad()
             for turn in range(passes):
                 local = no_sync and turn < passes - 1
@@ -73,6 +75,7 @@ def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = Tru
             time.sleep(0.05 if name != builder else 0.1 if slower else 0.002)
             trainer.step()
             names.append(name)
+            seconds.append(time.perf_counter() - begin)
         error = (flat_parameters(net) - expected).abs().max().item()
         predicted = net.offbeat.timeline().iteration_time if rank == 0 else None
         runtime.engine.detach()
@@ -80,7 +83,8 @@ def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = Tru
         runtime.gate.detach()
     finally:
         tuner.start_search = original
-    return {"error": error, "names": names, "passes": seen, "predicted": predicted}
+    recorded = max(seconds[tuner.WARM_UP_STEPS : tuner.WARM_UP_STEPS + tuner.RECORDED_STEPS + 2])
+    return {"error": error, "names": names, "passes": seen, "predicted": predicted, "recorded": recorded}
 
 
 def step_times(cache: str, most_steps: int) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def encoded_with_leave(allow: list[str]) -> dict[str, Any]:
 
     def on_slow_links(graph: Any, cluster: Any, costs: Costs, *rest: Any, **options: Any) -> list[Candidate]:
         asked.append(costs.encoding_seconds_per_byte)
-        fits = {("all_reduce", world): CollectiveFit(1e-5, 0.0, 1e-5)}
+        fits = {("all_reduce", world): CollectiveFit(1e-5, 0.0, 1e-3)}
         return candidates(graph, cluster, replace(costs, collectives=fits), *rest, **options)
 
     class Here:
@@ -176,12 +180,13 @@ def encoded_with_leave(allow: list[str]) -> dict[str, Any]:
         for step in range(STEPS):
             trainer.zero_grad()
             net(*small_models.batch("mlp", step, rank, torch.float32)).backward()
-            time.sleep(0.03 if encoders() == ["none"] else 0.002)
+            time.sleep(0.06 if encoders() == ["none"] else 0.002)
             trainer.step()
         net.flush()
+        said = [decision.what for decision in net.offbeat.history]
         runtime, found = net._offbeat, encoders()
         error = (flat_parameters(net) - expected).abs().max().item()
         runtime.engine.detach()
         runtime.engine.channels.close()
         runtime.gate.detach()
-    return {"encoders": found, "measured": asked, "error": error}
+    return {"encoders": found, "measured": asked, "error": error, "said": said}

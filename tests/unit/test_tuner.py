@@ -40,5 +40,9 @@ def test_where_prediction_fails_more_kinds_are_tried(usual: float, names: list[s
     assert trials(found(PRESENT, ("few", "few messages", 0.18)), usual) == names
 
 
+def test_a_prediction_that_is_too_long_for_all_plans_excludes_none() -> None:
+    assert trials(found(PRESENT, ("few", "few messages", 0.11)), usual=0.06) == ["few"]
+
+
 def test_nothing_is_tried_for_a_gain_below_noise() -> None:
     assert trials(found(PRESENT, ("a", "many messages", 0.0995))) == []
