@@ -5,7 +5,7 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import small_models
@@ -18,6 +18,7 @@ import offbeat
 from offbeat.cost.measured import CollectiveFit, Costs
 from offbeat.online import searcher, tuner
 from offbeat.plan import lower
+from offbeat.plan.model import TaskKind
 from offbeat.search.optimize import candidates
 from offbeat.search.passes import Candidate
 from offbeat.strategy import build_strategy
@@ -153,14 +154,14 @@ def encoded_with_leave(allow: list[str]) -> dict[str, Any]:
 
     def on_slow_links(graph: Any, cluster: Any, costs: Costs, *rest: Any, **options: Any) -> list[Candidate]:
         asked.append(costs.encoding_seconds_per_byte)
-        fits = {("all_reduce", world): CollectiveFit(1e-5, 0.0, 1e-3)}
+        fits = {(kind, world): CollectiveFit(1e-5, 0.0, 1e-4) for kind in get_args(TaskKind)}
         return candidates(graph, cluster, replace(costs, collectives=fits), *rest, **options)
 
     class Here:
         """The real search, in this process."""
 
         def ask(self, request: dict[str, Any]) -> None:
-            with mock.patch.multiple("offbeat.search.optimize", SEARCH_SECONDS=0.3, candidates=on_slow_links):
+            with mock.patch.multiple("offbeat.search.optimize", SEARCH_SECONDS=1.5, candidates=on_slow_links):
                 self.found = searcher.search(request)
 
         def answer(self) -> dict[str, Any]:
