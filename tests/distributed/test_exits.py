@@ -14,8 +14,9 @@ from exit_job import PATIENCE_SECONDS
 from exits import JOB, Ended, run_job
 from harness import run_script
 
-RUNS = int(os.environ.get("OFFBEAT_EXITS", "200"))
-"""Of each way to end, in the slow tests."""
+RUNS, AT_ONCE = int(os.environ.get("OFFBEAT_EXITS", "200")), 25
+"""Of each way to end, in the slow tests, and in one of them."""
+PARTS = [range(first, min(first + AT_ONCE, RUNS)) for first in range(0, RUNS, AT_ONCE)]
 CODES = {
     "return": 0,
     "exit": 3,
@@ -187,22 +188,26 @@ STEPS = (1, 3, 6, 10, 16)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("watch", ["", "watch"])
 @pytest.mark.parametrize("ending", CODES)
-def test_every_way_to_end_many_times(tmp_path: Path, ending: str, watch: str) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_every_way_to_end_many_times(tmp_path: Path, ending: str, watch: str, part: range) -> None:
     jobs = list(itertools.product(strategies(watch), STEPS, ("", "recorder", "monitor")))
     random.Random(ending).shuffle(jobs)
-    for run, (name, steps, inside) in zip(range(RUNS), itertools.cycle(jobs), strict=False):
+    for run in part:
+        name, steps, inside = jobs[run % len(jobs)]
         end_by_itself(tmp_path / str(run), name, steps, ending, inside, watch)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("watch", ["", "watch"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_every_signal_many_times(tmp_path: Path, number: int, ranks: tuple[int, ...], watch: str) -> None:
-    chance = random.Random(number)
-    for run, name in zip(range(RUNS), itertools.cycle(strategies(watch)), strict=False):
-        end_by_signal(tmp_path / str(run), name, number, ranks, chance.uniform(0, 0.2), watch)
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_every_signal_many_times(tmp_path: Path, number: int, ranks: tuple[int, ...], watch: str, part: range) -> None:
+    names = strategies(watch)
+    for run in part:
+        delay = random.Random(run).uniform(0, 0.2)
+        end_by_signal(tmp_path / str(run), names[run % len(names)], number, ranks, delay, watch)
