@@ -100,7 +100,7 @@ def distribute(
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     join_job(timeout)
-    world = torch_world(_group(process_group, device_mesh))
+    world = torch_world(_group(process_group, device_mesh), next(model.parameters()).device)
     cluster = cluster or _this_cluster(world)
     if ranks := os.environ.get(SERVERS_VARIABLE):
         cluster = cluster.with_servers(_server_ranks(ranks))
@@ -126,7 +126,8 @@ def distribute(
         # Loads torch's tracer, which other jobs need not wait for.
         from offbeat.runtime.sharded import ShardedRuntime
 
-        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch, timeout or timedelta(minutes=10))
+        patience = timeout or timedelta(minutes=10)
+        ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch, patience, world)
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
     if chosen.fsdp is not None:

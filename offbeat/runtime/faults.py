@@ -21,11 +21,15 @@ def explain(plan: Plan, what: Synchroniser | str, task: Task | None = None) -> G
     try:
         yield
     except CommunicationFailed as error:
-        silent = error.lost_ranks()
-        who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
-        cause = " ".join(str(error).split())[:200]
-        waited_for = what if isinstance(what, str) else _name(plan, what, task)
-        raise WorkerLost(f"rank {plan.rank} was waiting for {waited_for}: {who} ({cause})") from error
+        raise worker_lost(plan.rank, what if isinstance(what, str) else _name(plan, what, task), error) from error
+
+
+def worker_lost(rank: int | None, waited_for: str, error: CommunicationFailed) -> WorkerLost:
+    """The error that this rank ends with."""
+    silent = error.lost_ranks()
+    who = f"rank {', '.join(map(str, silent))} gave no sign of life" if silent else "a rank failed or left"
+    cause = " ".join(str(error).split())[:200]
+    return WorkerLost(f"rank {rank} was waiting for {waited_for}: {who} ({cause})")
 
 
 def _name(plan: Plan, synchroniser: Synchroniser, task: Task | None) -> str:

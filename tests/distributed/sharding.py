@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import frontiers
 import small_models
+import split_points
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -195,7 +195,7 @@ def checkpointed(name: str, kind: str, seed: int, directory: str) -> dict[str, f
 
 def frontier_points(name: str, count: int) -> dict[str, Any]:
     """Strategies that the frontier's search made, and how far training with them is from a single device."""
-    return frontiers.run_points(name, count)
+    return split_points.run_points(name, count)
 
 
 class Noisy(nn.Module):

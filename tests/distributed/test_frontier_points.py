@@ -12,9 +12,11 @@ POINTS = 10
         (2, "mlp"),
         (2, "cnn"),
         (2, "transformer"),
+        (2, "gpt2"),
         (4, "mlp"),
         pytest.param(4, "cnn", marks=pytest.mark.slow),
         pytest.param(4, "transformer", marks=pytest.mark.slow),
+        pytest.param(4, "gpt2", marks=pytest.mark.slow),
     ],
 )
 def test_points_of_the_frontier_equal_a_single_device(pools: Pools, world: int, model: str):

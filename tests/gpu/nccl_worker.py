@@ -1,13 +1,14 @@
 """One rank: all that the runtime can do, case by case, in float64 → one line of JSON per case, in a folder.
 
-    nccl_worker.py cases FOLDER      every case; a rank that fails alone ends the job
-    nccl_worker.py forever FOLDER    trains until it is ended, and counts its steps in FOLDER/steps
+    nccl_worker.py cases FOLDER [KIND]         every case, or those of a kind; a rank that fails alone ends the job
+    nccl_worker.py forever FOLDER [split]      trains until it is ended, and counts its steps in FOLDER/steps
 
 On a machine without a GPU it runs on gloo, so that the cases themselves can be tried.
 """
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import sys
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 import small_models
+import split_points
 from reference import flat_parameters, graph_of, make_strategy, reference_run
 from small_strategies import ENGINE_BUILDERS, EXPECTED_MODE, OPTIONS, every_synchronizer, fsdp_points, server
 
@@ -34,7 +36,8 @@ from offbeat import api
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.runtime import distribute
-from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig, build_strategy
+from offbeat.runtime.sharded.groups import groups
+from offbeat.strategy import Encoder, OperatorConfig, Schedule, Shard, Strategy, VariableConfig, build_strategy
 from offbeat.torch_private import default_store
 
 CUDA = torch.cuda.is_available()
@@ -43,6 +46,10 @@ STEPS = 5
 LIMIT = 1e-10
 TIMEOUT = timedelta(seconds=60)
 AGREE_SECONDS = 60.0
+SEARCH = timedelta(minutes=2)
+"""By when rank 0 has found a model's frontier; the first time it compiles the search."""
+POINTS = 20
+"""Of each model's frontier."""
 ENCODERS: tuple[dict[str, Any], ...] = (
     {"name": "fp16"},
     {"name": "bf16"},
@@ -58,14 +65,16 @@ Case = tuple[str, str, Callable[[], Row]]
 
 
 def main() -> None:
-    todo, folder = sys.argv[1], Path(sys.argv[2])
+    todo, folder, only = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if CUDA:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if CUDA else "gloo", timeout=TIMEOUT)
     if todo == "forever":
-        train_forever(folder)
+        train_forever(folder, *only)
     with (folder / f"rank{dist.get_rank()}.jsonl").open("w", buffering=1) as rows:
         for number, (kind, name, run) in enumerate(cases()):
+            if only and kind not in only:
+                continue
             began = time.monotonic()
             try:
                 row = run()
@@ -80,6 +89,7 @@ def main() -> None:
     dist.barrier()
     while shared_channels:
         shared_channels.popitem()[1].close()
+    groups.close(time.monotonic() + AGREE_SECONDS)
     dist.destroy_process_group()
 
 
@@ -182,6 +192,8 @@ def cases() -> Iterator[Case]:
     for optimizer in ("sgd", "adamw"):
         for options in fsdp_points(world):
             yield "fully sharded", f"{options} {optimizer}", partial(fully_sharded, options, optimizer)
+    for name, number in itertools.product(split_points.MODELS, range(POINTS)):
+        yield "split", f"{name} {number}", partial(split, name, number)
     yield "refusal", "asynchronous servers", refused
     yield "batch norm", "SyncBatchNorm", synchronised_statistics
     yield "auto", "measured link", auto
@@ -221,6 +233,24 @@ def fully_sharded(options: dict[str, Any], optimizer: str) -> Row:
     ended = torch.cat([whole[name].reshape(-1) for name, _ in model.named_parameters()])
     distance = float((ended - expected("gpt2", optimizer)).abs().max())
     return {"good": distance <= LIMIT, "distance": distance}
+
+
+@cache
+def frontier_points(name: str) -> list[Strategy]:
+    """Strategies that split a model's operators, for which rank 0 searches."""
+    store, key = default_store(), f"frontier/{name}"
+    if dist.get_rank() == 0:
+        _, found = split_points.chosen_strategies(name, dist.get_world_size(), POINTS, DEVICE.type)
+        store.set(key, json.dumps([strategy.to_json() for strategy in found]))
+    store.wait([key], SEARCH)
+    return [Strategy.from_json(content) for content in json.loads(store.get(key))]
+
+
+def split(name: str, number: int) -> Row:
+    """A point of the frontier, whose groups all others use too."""
+    row = split_points.run_point(name, frontier_points(name)[number], DEVICE.type)
+    distance = max(row["losses"], row["weights"])
+    return {"good": distance <= LIMIT, "distance": distance, "held": row["held"]}
 
 
 def behind_stations(owner: int, stations: tuple[int, ...]) -> Row:
@@ -371,11 +401,16 @@ def auto() -> Row:
     return {"good": distance <= LIMIT, "distance": distance, "plan": plan}
 
 
-def train_forever(folder: Path) -> None:
-    """Steps of a plan that overlaps, read at every step, until somebody ends this process."""
+def train_forever(folder: Path, how: str = "overlap") -> None:
+    """Steps of a plan that overlaps, or that splits operators, until somebody ends this process."""
     model = small_models.make("mlp", seed=dist.get_rank()).to(DEVICE)
     trainer = small_models.make_optimizer("sgd", model.parameters())
-    offbeat.distribute(model, trainer, "overlap", timeout=TIMEOUT)
+    strategy: Strategy | str = how
+    if how == "split":
+        halves = OperatorConfig(mesh=(dist.get_world_size(),), outputs=((-1, 0),))
+        graph = graph_of("mlp", torch.float64, "sgd")
+        strategy = Strategy(operators={op.name: halves for op in graph.operators if op.name.startswith("addmm")})
+    offbeat.distribute(model, trainer, strategy, timeout=TIMEOUT)
     for step in range(10**9):
         steps(model, trainer, "mlp", range(step % 4, step % 4 + 1))
         if dist.get_rank() == 0:

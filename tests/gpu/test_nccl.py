@@ -21,11 +21,11 @@ from offbeat.emulate.keeper import search_path
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-    pytest.mark.timeout(290),
+    pytest.mark.timeout(340),
 ]
 
 WORKER = Path(__file__).with_name("nccl_worker.py")
-RUN_SECONDS = 220.0
+RUN_SECONDS = 270.0
 START_SECONDS = 120.0
 LOST_SECONDS = 30.0
 """By when the survivors of a rank that was killed must have ended."""
@@ -38,6 +38,7 @@ KINDS = {
     "staleness": 4,
     "checkpoint": 8,
     "fully sharded": 20,
+    "split": 80,
     "refusal": 1,
     "batch norm": 1,
     "auto": 1,
@@ -92,11 +93,12 @@ def test_all_ranks_end_well(ran: tuple[list[dict[str, Any]], str]):
     assert not ran[1]
 
 
-def test_survivors_name_the_rank_that_was_killed(tmp_path: Path):
+@pytest.mark.parametrize("how", ["overlap", "split"])
+def test_survivors_name_the_rank_that_was_killed(tmp_path: Path, how: str):
     with gpu_cluster(2) as cluster:
         port = cluster.new_port()
         logs = [(tmp_path / f"rank{rank}.log").open("wb") for rank in range(2)]
-        command = [str(WORKER), "forever", str(tmp_path)]
+        command = [str(WORKER), "forever", str(tmp_path), how]
         options = {"env": {"PYTHONPATH": search_path()}, "master_port": port}
         ranks = [cluster.popen(rank, command, stdout=log, stderr=log, **options) for rank, log in enumerate(logs)]
         until = time.monotonic() + START_SECONDS

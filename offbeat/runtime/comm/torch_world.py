@@ -28,25 +28,22 @@ LONGEST_POLL_SECONDS = 0.05
 class TorchWorld:
     """The ranks of a process group, numbered as the group numbers them."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """`device` is the one for tensors of this job's collectives."""
         self.group = group
+        self.device = device
         self.job = default_store()
         whole = group is default_group()
         self.name = "" if whole else f"offbeat/{group.group_name}/{'.'.join(map(str, self.global_ranks()))}"
         self.store = self.job if whole else dist.PrefixStore(self.name, self.job)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
+        self.backend = backend_of(group, device).name()
         self.liveness: Liveness | None = None
 
     def global_ranks(self) -> list[int]:
         """The numbers of these ranks in the default process group."""
         return dist.get_process_group_ranks(self.group)
-
-    @property
-    def device(self) -> torch.device:
-        """The device for tensors of this job's collectives."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     def set(self, key: str, value: bytes) -> None:
         self.store.set(key, value)
@@ -105,13 +102,26 @@ class TorchWorld:
         return self.liveness.blame() if self.liveness is not None and self.liveness.addresses else []
 
 
-_worlds: dict[dist.ProcessGroup, TorchWorld] = {}
+_worlds: dict[tuple[dist.ProcessGroup, torch.device], TorchWorld] = {}
 """One port serves every distribute() of a group."""
 
 
-def torch_world(group: dist.ProcessGroup | None = None) -> TorchWorld:
-    """The World of a process group, by default of the whole job, the same for every plan."""
+def torch_world(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> TorchWorld:
+    """The World of a process group, by default of the whole job, the same for every plan.
+
+    `device` is the model's: a group may have another backend for GPUs than for CPUs.
+    """
     group = group or default_group()
-    if group not in _worlds or _worlds[group].job is not default_store():
-        _worlds[group] = TorchWorld(group)
-    return _worlds[group]
+    key = group, _device(group, device)
+    if key not in _worlds or _worlds[key].job is not default_store():
+        _worlds[key] = TorchWorld(*key)
+    return _worlds[key]
+
+
+def _device(group: dist.ProcessGroup, model_device: torch.device | None) -> torch.device:
+    """The GPU where NCCL serves it, unless the model is on the CPU and another backend serves that."""
+    backends = dist.get_backend_config(group)
+    on_cpu = model_device is not None and model_device.type == "cpu" and "cpu:" in backends
+    if "cuda:nccl" not in backends or on_cpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -6,7 +6,8 @@ from which backward exchanges again; `after` the new one, from which backward ge
 backward reads. What the model computes inside `torch.utils.checkpoint` is not kept but computed again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,17 +46,28 @@ class Parts:
     """Results that have gradients."""
     trained: tuple[int, ...]
     """Inputs that get one."""
+    explained: Callable[[str], AbstractContextManager[None]]
+    """Names the ranks that a pass has waited for in vain."""
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Results and new values of buffers, with autograd's graph where gradients are recorded."""
-        found = self.forward(*inputs) if self.backward is None else _Step.apply(self, *inputs)
+        found = self.run_forward(inputs) if self.backward is None else _Step.apply(self, *inputs)
         return list(found[: self.outputs]), list(found[self.outputs : self.outputs + self.updates])
+
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with self.explained("the other parts of forward"):
+            return self.forward(*inputs)
+
+    def run_backward(self, given: list[Tensor]) -> Sequence[Tensor]:
+        assert self.backward is not None
+        with self.explained("the other parts of backward"):
+            return self.backward(given)
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = parts.forward(*inputs)
+        found = parts.run_forward(inputs)
         returned = found[: parts.outputs + parts.updates]
         ctx.parts, ctx.inputs = parts, len(inputs)
         ctx.save_for_backward(*found[len(returned) :])
@@ -69,11 +81,16 @@ class _Step(torch.autograd.Function):
         given = [gradients[place].contiguous() for place in parts.ends] + list(ctx.saved_tensors)
         # So that backward frees what it has read, unless the user keeps the graph.
         ctx.maybe_clear_saved_tensors()
-        found = dict(zip(parts.trained, parts.backward(given), strict=True))
+        found = dict(zip(parts.trained, parts.run_backward(given), strict=True))
         return None, *(found.get(place) for place in range(ctx.inputs))
 
 
-def cut(joint: Graph, counts: Mapping[str, Any], kept: Iterable[Kept]) -> Parts:
+def cut(
+    joint: Graph,
+    counts: Mapping[str, Any],
+    kept: Iterable[Kept],
+    explained: Callable[[str], AbstractContextManager[None]],
+) -> Parts:
     """Cuts the joint graph, whose outputs `counts` numbers, and puts its collectives where they overlap with work."""
     _drop_copies(joint)
     placeholders = joint.find_nodes(op="placeholder")
@@ -114,6 +131,7 @@ def cut(joint: Graph, counts: Mapping[str, Any], kept: Iterable[Kept]) -> Parts:
         counts["updates"],
         tuple(counts["ends"]),
         tuple(counts["trained"]),
+        explained,
     )
 
 

@@ -1,12 +1,10 @@
 """The ranks of a job on the finest mesh, and a rank's part of a tensor → its part under another layout.
 
-Parts are exchanged by functional collectives on groups of their own, of which each runs one collective after another.
-A group of gloo that torch opens has two threads, and both write the name of the collective that has ended into one
-string without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). Where a name is longer than 15 letters, as that of the
-functional all-gather is, two collectives that end at once free the same memory twice.
+Parts are exchanged by functional collectives on groups of their own (`groups`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -20,17 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import traceback as fx_traceback
 
-from offbeat.runtime.comm import torch_world
-from offbeat.runtime.comm.connections import shut_down
-from offbeat.runtime.comm.torch_channel import TorchChannel
-from offbeat.runtime.lifetime import close_at_exit, script_failed
+from offbeat.runtime.comm import CommunicationFailed, TorchWorld, torch_world
+from offbeat.runtime.faults import worker_lost
+from offbeat.runtime.sharded.groups import groups
 from offbeat.sharding.exchange import Exchange, Slices, count_elements, plan_exchange
 from offbeat.sharding.layout import SUM, WHOLE, Box, Layout, box_of, coordinate, groups_of, prime_factors
-from offbeat.torch_private import collectives, named_group, outside_tracing
+from offbeat.torch_private import collectives
 
 _meshes: dict[tuple[Any, str], DeviceMesh] = {}
-_groups: dict[tuple[Any, tuple[int, ...]], tuple[TorchChannel, str, Any]] = {}
-"""The channel of each group, its name, and what keeps the name."""
 _numbers = count()
 c10d = collectives()
 MOVE_KEY = "offbeat_move"
@@ -42,15 +37,16 @@ Change = tuple[Layout, Layout]
 class Grid:
     """All ranks of the job, arranged by the prime factors of their number."""
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=10)) -> None:
+    def __init__(self, job: TorchWorld | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+        """`job` says on which device parts lie."""
+        self.job = job or torch_world()
+        self.device = self.job.device
         self.timeout = timeout
-        self.world = dist.get_world_size()
-        self.rank = dist.get_rank()
+        self.world = self.job.size
+        self.rank = self.job.rank
         self.fine = prime_factors(self.world)
         self.place = coordinate(self.rank, self.fine)
         self.whole: Layout = (WHOLE,) * len(self.fine)
-        on_gpu = dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -136,22 +132,20 @@ class Grid:
 
     def group(self, axes: tuple[int, ...]) -> str:
         """The name of the group of ranks that differ from this one along these axes only; they ask for it in turn."""
-        key = (dist.group.WORLD, axes)
-        if key not in _groups:
-            world = torch_world()
-            members = next(group for group in groups_of(axes, self.fine) if self.rank in group)
-            name = f"offbeat/split/{world.next_generation()}/{'.'.join(map(str, members))}"
-            with outside_tracing():
-                channel = world.open_channel(name, members, in_flight=1, timeout=self.timeout)
-                _groups[key] = channel, name, named_group(channel.group, name, world.store, self.device)
-            close_at_exit(self)
-        return _groups[key][1]
+        members = next(group for group in groups_of(axes, self.fine) if self.rank in group)
+        return groups.name(self.job, members, self.timeout)
 
-    def close(self, deadline: float) -> None:
-        """Breaks off what a failed step has left in flight; the end of the process would wait for it."""
-        if script_failed():
-            for channel, _, _ in _groups.values():
-                shut_down(channel.connections)
+    @contextmanager
+    def explained(self, what: str) -> Generator[None, None, None]:
+        """Turns an error of the backend into WorkerLost, which names the ranks that `what` has waited for in vain."""
+        try:
+            yield
+        except Exception as error:
+            groups.broken = True
+            # Gloo's errors are of no class of their own; they begin with its file that noticed them.
+            if not (isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))):
+                raise
+            raise worker_lost(self.rank, what, CommunicationFailed(str(error), self.job.lost_ranks)) from error
 
     def shift(self, local: Tensor, shape: Sequence[int], layouts: Change, gradients: Change) -> Tensor:
         """As `move`, with `gradients` the change of the gradient in backward."""

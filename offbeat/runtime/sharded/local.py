@@ -48,7 +48,7 @@ def trace_parts(program: Program, plan: Planned, grid: Grid, inputs: Sequence[Te
             for val, layout in tracer.results()
         ]
         joint = make_fx(tracer.joint)(*fakes, *tangents)
-    return cut(joint.graph, tracer.counts, tracer.kept)
+    return cut(joint.graph, tracer.counts, tracer.kept, grid.explained)
 
 
 class _Tracer:

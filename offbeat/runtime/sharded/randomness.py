@@ -8,13 +8,15 @@ that a rank draws for itself, as to shuffle its data, do not shift it.
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from offbeat.runtime.comm import World
 
 
 class SharedRandom:
     """A context in which the default generator is the shared stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, job: World, device: torch.device) -> None:
+        self._job = job
         on_gpu = device.type == "cuda"
         self._generator = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
         self._device = device
@@ -25,7 +27,7 @@ class SharedRandom:
         self._own = self._generator.get_state()
         if self._state is None:
             shared = self._own.clone().to(self._device)
-            dist.broadcast(shared, src=0)
+            self._job.broadcast(shared, 0)
             self._state = shared.cpu()
         self._generator.set_state(self._state)
 

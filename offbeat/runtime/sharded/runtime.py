@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from offbeat.errors import StrategyError
 from offbeat.graph.step import make_step
 from offbeat.runtime.checkpoint import map_state
+from offbeat.runtime.comm import TorchWorld
 from offbeat.runtime.fusion import replace_forward
 from offbeat.runtime.memory import recomputed
 from offbeat.runtime.sharded.cut import Parts
@@ -59,19 +60,21 @@ class ShardedRuntime:
         loss_fn: Any,
         batch: Literal["whole", "part"] = "whole",
         timeout: timedelta = timedelta(minutes=10),
+        world: TorchWorld | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.strategy = strategy
-        self.grid = Grid(timeout)
+        self.grid = Grid(world, timeout)
         self.forward = model.forward
-        self.random = SharedRandom(self.grid.device)
+        self.random = SharedRandom(self.grid.job, self.grid.device)
         self.layouts: dict[str, Any] | None = None
         self.batch = batch
         self._programs: dict[Any, tuple[Program, Planned]] = {}
         self._parts: dict[Any, Parts] = {}
         _check_supported(strategy)
-        _check_ranks_agree(strategy)
+        _check_ranks_agree(strategy, self.grid)
+        self.grid.job.watch(range(self.grid.world))
         for path in strategy.recompute:
             module = model.get_submodule(path)
             replace_forward(module, partial(recomputed, module.forward))
@@ -181,7 +184,8 @@ class ShardedRuntime:
 
     def _gather_model(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in [name for name in state if name.startswith(prefix)]:
-            state[name] = whole_of(state[name], self.grid)
+            with self.grid.explained(f"the parts of {name!r}"):
+                state[name] = whole_of(state[name], self.grid)
 
     def _gather_optimizer(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return map_state(state_dict, lambda _, __, value: whole_of(value, self.grid))
@@ -225,10 +229,11 @@ def _check_operators(strategy: Strategy, program: Program) -> None:
         )
 
 
-def _check_ranks_agree(strategy: Strategy) -> None:
-    """Ranks with different strategies would wait for each other forever."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, strategy.digest)
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
+def _check_ranks_agree(strategy: Strategy, grid: Grid) -> None:
+    """Ranks with different strategies, or different backends, would wait for each other forever."""
+    first, *others = grid.job.all_gather_object((strategy.digest, grid.device.type))
+    for rank, (digest, device) in enumerate(others, 1):
+        if digest != first[0]:
             raise StrategyError(f"rank {rank} has another strategy than rank 0")
+        if device != first[1]:
+            raise StrategyError(f"rank {rank} trains on {device}, rank 0 on {first[1]}: move the model before")

@@ -5,6 +5,7 @@ the meta device are drawn on rank 0 module by module, by the module's own `reset
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -60,18 +61,18 @@ def spread(value: Tensor | None, like: Tensor, layout: Layout, grid: Grid) -> Te
         whole = torch.empty(shape, dtype=dtype, device=grid.device) if value is None else value.to(grid.device)
         whole = whole.contiguous()
         if grid.world > 1 and whole.numel():
-            dist.broadcast(whole, src=0)
+            grid.job.broadcast(whole, 0)
         return whole
     mine = torch.empty(grid.box(shape, layout).sizes, dtype=dtype, device=grid.device)
-    if value is None:
-        if mine.numel():
-            dist.recv(mine, src=0)
-        return mine
-    for rank in range(1, grid.world):
-        part = value[grid.box(shape, layout, rank).slices].to(grid.device).contiguous()
-        if part.numel():
-            dist.send(part, dst=rank)
-    return mine.copy_(value[grid.box(shape, layout, 0).slices])
+    boxes = [grid.box(shape, layout, rank) for rank in range(grid.world)]
+    leaving = [0 if value is None else prod(box.sizes) for box in boxes]
+    parts = [] if value is None else [value[box.slices].to(grid.device).reshape(-1) for box in boxes]
+    packed = torch.cat(parts) if parts else mine.new_empty(0)
+    # One collective: NCCL opens a communicator for each pair that sends alone.
+    arriving = [mine.numel(), *([0] * (grid.world - 1))]
+    if prod(shape):
+        dist.all_to_all_single(mine.view(-1), packed, arriving, leaving, group=grid.job.group)
+    return mine
 
 
 def whole_of(value: Any, grid: Grid) -> Any:
