@@ -127,6 +127,19 @@ def all_overloads(operator: Any) -> Any:
     return getattr(operator, "_overloadpacket", operator)
 
 
+# GPUs
+
+
+def hold_device(cycles: int) -> None:
+    """Lets the GPU wait for some of its clock cycles before it does what is launched next."""
+    torch.cuda._sleep(cycles)
+
+
+def clear_library_workspaces() -> None:
+    """Frees the workspaces that cuBLAS keeps; it allocates them again when it needs them."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 # Tracing
 
 

@@ -8,7 +8,8 @@ A variable's first use is the first forward operator that reads its data, not a 
 the operator that returns it to autograd, view or not: that is where autograd's own gradient hooks run.
 
 The tracer looks through `torch.utils.checkpoint`: the graph is that of the model without recomputation. It also takes
-RNN layers apart into one set of operators per step.
+RNN layers apart into one set of operators per step, and under autocast casts a weight at each use, where autocast keeps
+the first copy (`_cast_once`).
 """
 
 import operator as builtin
@@ -87,10 +88,36 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
         stack.enter_context(_annotated_modules(step.model))
         stack.enter_context(standing_in(step.model, loose))
         stack.enter_context(patch.object(nn.functional, "dropout", _dropout))
+        stack.enter_context(_without_cudnn_rnn(step.model))
         for module in sparse_embeddings(step.model):
             module.sparse = False  # sparse gradients cannot be traced; `standing_in` sets it back
         joint = torch_private.aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
+    device = next(iter(fakes.values())).device.type
+    if torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+        _cast_once(joint.graph_module.graph)
     return joint.graph_module.graph, names
+
+
+def _cast_once(graph: Graph) -> None:
+    """Lets all readers of a weight's copy in another type read the first such copy, as autocast's cache does."""
+    first: dict[tuple[Node, Any], Node] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+        source = node.args[0]
+        if source.op == "placeholder" and (copy := first.setdefault((source, node.kwargs.get("dtype")), node)) != node:
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+
+
+@contextmanager
+def _without_cudnn_rnn(model: nn.Module) -> Iterator[None]:
+    """cuDNN's RNNs do not say what they keep for backward, and under autocast read memory that fakes do not have."""
+    enabled = torch.backends.cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
 
 
 def _fake(tensor: Tensor) -> Tensor:

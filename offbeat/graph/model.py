@@ -140,28 +140,62 @@ class BlockTimes:
     modules: tuple[str, ...]
     """Their paths, in the order in which they run."""
     seconds: Mapping[Way, tuple[float, float]]
-    """Of forward and backward in a step; 'eager' is always among them."""
+    """Of forward and backward in a step on the device; 'eager' is always among them."""
+    host: Mapping[Way, tuple[float, float]] = field(default_factory=dict)
+    """Seconds in which the host launches them, where that is apart from the device's work; the same ways."""
 
     def __post_init__(self) -> None:
-        known = all(0 <= seconds < math.inf for pair in self.seconds.values() for seconds in pair)
-        if "eager" not in self.seconds or not known:
+        pairs = (*self.seconds.values(), *self.host.values())
+        known = all(0 <= seconds < math.inf for pair in pairs for seconds in pair)
+        if "eager" not in self.seconds or not known or (self.host and self.host.keys() != self.seconds.keys()):
             raise OffbeatError(f"block {quote(' '.join(self.modules))} has no comparable seconds")
+
+    def taken(self, way: Way) -> tuple[float, float]:
+        """Seconds of forward and backward that way, of the host or the device, whichever is slower; those of 'eager'
+        where the way was not measured."""
+        way = way if way in self.seconds else "eager"
+        forward, backward = map(max, self.seconds[way], self.host.get(way, (0.0, 0.0)))
+        return forward, backward
 
     def factor(self, way: Way, phase: Phase) -> float:
         """By how much a phase takes longer that way; 1 where that was not measured."""
         place = ("forward", "backward").index(phase)
-        before, after = self.seconds["eager"][place], self.seconds.get(way, self.seconds["eager"])[place]
+        before, after = self.taken("eager")[place], self.taken(way)[place]
         return after / before if before else 1.0
 
     def recomputing(self) -> float | None:
         """The cost of recomputation as a share of the forward; None if not measured."""
-        if "recomputed" not in self.seconds or not self.seconds["eager"][0]:
+        before = self.taken("eager")
+        if "recomputed" not in self.seconds or not before[0]:
             return None
-        return max(0.0, sum(self.seconds["recomputed"]) - sum(self.seconds["eager"])) / self.seconds["eager"][0]
+        return max(0.0, sum(self.taken("recomputed")) - sum(before)) / before[0]
+
+    def share(self, parts: int) -> "BlockTimes":
+        """The times with one of `parts` equal parts of the batch, whose launching takes no less."""
+        seconds = {way: (forth / parts, back / parts) for way, (forth, back) in self.seconds.items()}
+        return replace(self, seconds=seconds)
 
     def holds(self, module: str) -> bool:
         """Whether a module is, or lies in, one of the block's."""
         return any(module == path or module.startswith(f"{path}.") for path in self.modules)
+
+
+@dataclass(frozen=True)
+class Workspaces:
+    """Memory that libraries such as cuDNN allocate beside the results of operators, measured on one device."""
+
+    kept: int
+    """Bytes that stay allocated, from the first matrix product on."""
+    passing: Mapping[str, int]
+    """Bytes allocated while an operator runs, by its name."""
+
+    def __post_init__(self) -> None:
+        if (least := min((self.kept, *self.passing.values()))) < 0:
+            raise OffbeatError(f"workspaces have at least 0 bytes, got {least}")
+
+    def share(self, parts: int) -> "Workspaces":
+        """The workspaces for one of `parts` equal parts of the batch."""
+        return replace(self, passing={name: size // parts for name, size in self.passing.items()})
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,8 @@ class ModelGraph:
     of one pass; only the last pass synchronises, and one update follows it."""
     blocks: tuple[BlockTimes, ...] = ()
     """Measured times of the model's blocks when computed differently."""
+    workspaces: Workspaces | None = None
+    """None if not measured."""
     format: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -287,6 +323,7 @@ class ModelGraph:
         content = asdict(self)
         content.pop("name")
         content.pop("blocks")
+        content.pop("workspaces")
         if self.passes == 1:
             # Trials kept from before the field existed are found by their digest.
             content.pop("passes")
@@ -319,8 +356,8 @@ class ModelGraph:
             for block in measured:
                 mine = {name: weight[name] for name, op in waiting.items() if block.holds(op.module)}
                 waiting = {name: op for name, op in waiting.items() if name not in mine}
-                found |= divided(block.seconds["eager"][place], mine)
-                taken, heavy = taken + block.seconds["eager"][place], heavy + sum(mine.values())
+                found |= divided(block.taken("eager")[place], mine)
+                taken, heavy = taken + block.taken("eager")[place], heavy + sum(mine.values())
             found |= {name: weight[name] * taken / heavy for name in waiting} if heavy else {}
         return replace(self.with_seconds(found), blocks=measured)
 

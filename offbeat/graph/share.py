@@ -36,11 +36,14 @@ def batch_share(graph: ModelGraph, parts: int) -> ModelGraph:
         replace(v, sparse_rows=v.sparse_rows // parts, factor_rows=v.factor_rows // parts) for v in graph.variables
     )
     inputs = tuple(_cut(tensor, batch, parts) for tensor in graph.inputs)
-    blocks = tuple(
-        replace(block, seconds={way: (forth / parts, back / parts) for way, (forth, back) in block.seconds.items()})
-        for block in graph.blocks
+    return replace(
+        graph,
+        operators=tuple(made.values()),
+        variables=variables,
+        inputs=inputs,
+        blocks=tuple(block.share(parts) for block in graph.blocks),
+        workspaces=graph.workspaces and graph.workspaces.share(parts),
     )
-    return replace(graph, operators=tuple(made.values()), variables=variables, inputs=inputs, blocks=blocks)
 
 
 def of_variables(graph: ModelGraph) -> dict[str, dict[int, str]]:

@@ -1,9 +1,10 @@
 """Time a model's blocks and encoders on this device, so that replay need not guess.
 
 A block is run alone, forward and backward, on the shapes that the model gives it: as it is, compiled, recomputed, under
-autocast; one way after another, since on processors compiled code brings threads of its own. Blocks that are alike
-(`layers.0`, `layers.1`) are timed once, and what was timed is kept in the user's cache folder under what it is: the
-modules' structure and code, shapes, element types, device, torch's version.
+autocast; one way after another, since on processors compiled code brings threads of its own. On GPUs launching is timed
+apart from the device's work (`stopwatch.py`). Called under autocast, all ways are those of a forward under it. Blocks
+that are alike (`layers.0`, `layers.1`) are timed once, and what was timed is kept in the user's cache folder under what
+it is: the modules' structure and code, shapes, element types, device, torch's version.
 
 Modules that run one after another, each on what the one before returned, are one region from each weight matrix to the
 next: a convolution with the normalisation and activation behind it. No large gradient then waits for another one.
@@ -31,6 +32,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.blocks import blocks
 from offbeat.graph.model import BlockTimes, Way
+from offbeat.profile.stopwatch import LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_SECONDS, Lap, Timer, time_laps
 from offbeat.runtime.fusion import compiled, in_turn
 from offbeat.runtime.memory import autocast, recomputed
 from offbeat.runtime.sync.encoders import make_encoder
@@ -38,13 +40,10 @@ from offbeat.strategy import Encoder
 from offbeat.timeline.clock import clock_of
 from offbeat.torch_private import pytree
 
-WARM_UP, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 40
-ROUNDS_SECONDS = 0.5
-"""How long a block is timed, once it has run so often."""
 ENCODED_SHAPE = (512, 1024)
 """A message of 2 MiB, as sliced ones are."""
-Pair = tuple[float, float]
-Times = dict[Way, Pair]
+Times = dict[Way, tuple[Lap, Lap]]
+"""Forward and backward of each way."""
 Errors = dict[Way, str]
 
 
@@ -59,18 +58,23 @@ class Call:
 
 
 def time_blocks(
-    graph: ModelGraph, model: nn.Module, example_inputs: Any, ways: Sequence[Way] = ("compiled", "recomputed")
+    graph: ModelGraph,
+    model: nn.Module,
+    example_inputs: Any,
+    ways: Sequence[Way] = ("compiled", "recomputed"),
+    modules: Sequence[str] | None = None,
 ) -> tuple[ModelGraph, list[str]]:
     """The graph with what its blocks take on the device where the model lies, as they are and in these ways; and notes
     on what could not be timed, and why.
 
-    The model's parameters, buffers and random numbers stay as they are.
+    The blocks are those of `offbeat.graph.blocks` unless `modules` names others. The model's parameters, buffers and
+    random numbers stay as they are.
     """
     inputs = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OffbeatError(f"{graph.name}: its blocks cannot be timed, because the model is on the meta device")
-    with _untouched(model):
-        calls = _calls(model, blocks(graph), inputs)
+    with untouched(model):
+        calls = _calls(model, modules or blocks(graph), inputs)
         regions = _regions(model, calls)
         # Without the results, which hold all that backward would need.
         kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
@@ -89,11 +93,18 @@ def time_blocks(
             times, errors = known[key]
             failed |= {f"{key} {way}": f"{' '.join(paths)}, {way}: {why}" for way, why in errors.items()}
             if times:
-                found.append(BlockTimes(paths, {way: (fw * count, bw * count) for way, (fw, bw) in times.items()}))
+                found.append(_block_times(paths, times, count))
         if not found:
             raise OffbeatError(f"{graph.name}: no block of the model could be timed: {_first(failed)}")
         notes = [f"{len(failed)} of the model's blocks could not be timed: {_first(failed)}"] if failed else []
         return graph.with_blocks(found), notes
+
+
+def _block_times(paths: tuple[str, ...], times: Times, count: int) -> BlockTimes:
+    """The times of a block that is called so often in a step."""
+    seconds = {way: (fw.device * count, bw.device * count) for way, (fw, bw) in times.items()}
+    host = {way: (fw.host * count, bw.host * count) for way, (fw, bw) in times.items()}
+    return BlockTimes(paths, seconds, {} if host == seconds else host)
 
 
 def _first(failed: Mapping[str, str]) -> str:
@@ -149,7 +160,7 @@ def _calls(model: nn.Module, paths: Sequence[str], inputs: Sequence[Any]) -> dic
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Running statistics and random numbers are afterwards what they were."""
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -216,6 +227,7 @@ def _key(modules: Sequence[nn.Module], call: Call, ways: Sequence[Way]) -> str:
         "autocast": torch.is_autocast_enabled(device.type) and str(torch.get_autocast_dtype(device.type)),
         "torch": torch.__version__,
         "ways": list(ways),
+        "laps": Lap._fields,
     }
     return files.digest(content)
 
@@ -241,7 +253,7 @@ def _timed(key: str, modules: Sequence[nn.Module], call: Call, ways: Sequence[Wa
     path = cache_folder() / "blocks" / f"{key}.json"
     with suppress(OffbeatError, OSError, KeyError, TypeError, ValueError):
         kept = json.loads(path.read_bytes())
-        return {way: _pair(kept[way]) for way in ways}, {}
+        return {way: (_lap(kept[way][0]), _lap(kept[way][1])) for way in ways}, {}
     own = deepcopy(list(modules))
     forwards = [module.forward for module in own]
     device = _device(call, modules)
@@ -255,11 +267,11 @@ def _timed(key: str, modules: Sequence[nn.Module], call: Call, ways: Sequence[Wa
     found: Times = {}
     for way in sorted(ways, key=lambda way: way.startswith("compiled")):
         try:
-            pairs = _rounds(partial(_run, runs[way], own, call, device))
+            forward, backward = time_laps(partial(_run, runs[way], own, call, device), device)
         except Exception as error:
             errors[way] = f"{type(error).__name__}: {files.one_line(error)}"
         else:
-            found[way] = median(fw for fw, _ in pairs), median(bw for _, bw in pairs)
+            found[way] = forward, backward
     if "eager" not in found:
         return {}, errors
     if not errors:
@@ -269,39 +281,29 @@ def _timed(key: str, modules: Sequence[nn.Module], call: Call, ways: Sequence[Wa
     return found, errors
 
 
-def _rounds(run: Callable[[], Pair]) -> list[Pair]:
-    for _ in range(WARM_UP):
-        run()
-    began, pairs = time.perf_counter(), [run()]
-    while len(pairs) < LEAST_ROUNDS or (len(pairs) < MOST_ROUNDS and time.perf_counter() - began < ROUNDS_SECONDS):
-        pairs.append(run())
-    return pairs
-
-
-def _pair(raw: Any) -> Pair:
-    forward, backward = (float(seconds) for seconds in raw)
-    if not (forward >= 0 and backward >= 0):
+def _lap(raw: Any) -> Lap:
+    lap = Lap(*(float(seconds) for seconds in raw))
+    if not min(lap) >= 0:
         raise ValueError("seconds are not negative")
-    return forward, backward
+    return lap
 
 
-def _run(run: Callable[..., Any], modules: Sequence[nn.Module], call: Call, device: torch.device) -> Pair:
-    """Seconds of forward and backward of one call."""
-    clock = clock_of(device)
+def _run(run: Callable[..., Any], modules: Sequence[nn.Module], call: Call, device: torch.device, timed: Timer) -> None:
+    """Times forward and backward of one call."""
     for module in modules:
         module.zero_grad(set_to_none=True)
     args, kwargs = pytree.tree_map_only(Tensor, _fresh, (call.args, call.kwargs))
-    begin = clock.now()
-    result = run(*args, **kwargs)
-    middle = clock.now()
+    result = timed(partial(run, *args, **kwargs))
     outputs = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor) and value.requires_grad]
     gradients = [torch.ones_like(value) for value in outputs]
-    ready = clock.now()
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
-    end = clock.now()
-    clock.wait(end)
-    return clock.seconds(middle) - clock.seconds(begin), clock.seconds(end) - clock.seconds(ready)
+    # What autocast keeps of weights ends with a forward, and backward is not under it.
+    torch.clear_autocast_cache()
+    with torch.autocast(device.type, enabled=False):
+        timed(partial(torch.autograd.backward, outputs, gradients) if outputs else _nothing)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _fresh(value: Tensor) -> Tensor:

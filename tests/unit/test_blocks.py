@@ -12,7 +12,7 @@ import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
-from offbeat.profile import blocks
+from offbeat.profile import blocks, stopwatch
 from offbeat.runtime import fusion
 from offbeat.search.passes.encoding import ENCODERS
 from offbeat.strategy import Encoder
@@ -46,7 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelGraph, nn
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fusion, "backend", lambda graph, _: graph.forward)
     for name, rounds in (("WARM_UP", 1), ("LEAST_ROUNDS", 2), ("MOST_ROUNDS", 2)):
-        monkeypatch.setattr(blocks, name, rounds)
+        monkeypatch.setattr(stopwatch, name, rounds)
     torch.compiler.reset()
     model, x = Net(), torch.randn(4, 3, 8, 8)
     return capture(model, (x,)), model, x
@@ -131,7 +131,9 @@ def test_what_cannot_be_compiled_is_noted_and_not_proposed(job: Any, monkeypatch
 def test_optimize_compiles_and_casts_what_it_has_timed(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the measured seconds, whatever they are: here compiling saves a third, and autocast half."""
     share = {"eager": 1.0, "compiled": 2 / 3, "bf16": 0.5, "compiled bf16": 0.25, "recomputed": 1.5}
-    monkeypatch.setattr(blocks, "_timed", lambda k, m, c, ways: ({way: (share[way],) * 2 for way in ways}, {}))
+    monkeypatch.setattr(
+        blocks, "_timed", lambda k, m, c, ways: ({w: (stopwatch.Lap(*(share[w],) * 2),) * 2 for w in ways}, {})
+    )
     graph, model, x = job
     assert offbeat.optimize(graph, CLUSTER, rounds=0).fusion == ()
     given: dict[str, Any] = {"model": model, "example_inputs": (x,), "rounds": 0}

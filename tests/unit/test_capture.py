@@ -538,6 +538,15 @@ def test_a_model_under_autocast_is_captured_as_it_runs():
     assert graph.variable("0.weight").factor_rows == 4
 
 
+def test_under_autocast_a_weight_is_copied_once_however_often_it_is_used():
+    layer = nn.Linear(64, 64, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(nn.Sequential(*[layer] * 5), torch.randn(8, 64))
+    casts = [op for op in graph.phase("forward") if op.target == "aten._to_copy.default" and op.variables]
+    # As the copies that autograd keeps in a real step, of which there is one.
+    assert [op.outputs[0].bytes for op in casts] == [op.activation_bytes for op in casts] == [2 * 64 * 64]
+
+
 def test_no_memory_is_used_for_weights():
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with torch.device("meta"):
