@@ -7,6 +7,7 @@ import copy
 import math
 import random
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import offbeat
 from offbeat.runtime.lifetime import _gloo_threads
 from offbeat.runtime.sharded import runtime as sharded_runtime
-from offbeat.runtime.sharded.grid import Grid
+from offbeat.runtime.sharded.grid import Grid, c10d
 from offbeat.runtime.sharded.overlap import is_collective
 from offbeat.runtime.sharded.planning import is_getitem, make_call, tensor_nodes
 from offbeat.runtime.sharded.trace import Program, trace_forward
@@ -292,7 +293,10 @@ def drawn_on_meta(name: str) -> dict[str, Any]:
 def threads_of_a_group() -> int:
     """How many threads run the collectives of a group that parts are exchanged on."""
     before = _gloo_threads()
-    Grid().group((0,))
+    name = Grid().group((0,))
+    # A thread has its name once it runs: the only one, when a collective has ended; a second one soon after.
+    c10d.wait_tensor(c10d.all_reduce(torch.ones(1), "sum", name))
+    time.sleep(0.2)
     return len(_gloo_threads()) - len(before)
 
 

@@ -84,7 +84,7 @@ def test_a_cluster_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = offbeat.ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us")
     monkeypatch.setattr("offbeat.api.join_job", lambda timeout: None)
     job = SimpleNamespace(size=2, rank=0, global_ranks=lambda: [0, 1])
-    monkeypatch.setattr("offbeat.api.torch_world", lambda group: job)
+    monkeypatch.setattr("offbeat.api.torch_world", lambda group, device: job)
     with pytest.raises(OffbeatError, match="has 4 devices, the job has 2 ranks"):
         offbeat.distribute(model, torch.optim.SGD(model.parameters()), cluster=cluster)
 
