@@ -1,12 +1,15 @@
 """The command line: runs a command, returns its exit code, and prints user errors as one sentence on stderr."""
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -81,6 +84,7 @@ def group_commands(groups: dict[str, tuple[str, ...]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    usual, sys.unraisablehook = sys.unraisablehook, partial(_interrupt_again, sys.unraisablehook)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -98,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        sys.unraisablehook = usual
     if code == INTERRUPTED:
         say("interrupted")
     return code or 0
@@ -114,6 +120,14 @@ def offbeat(
         print(__version__)
     elif context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def _interrupt_again(usual: Callable[[Any], None], unraisable: Any) -> None:
+    """Ctrl-C in a callback of a compiled library ends only the callback: the signal is sent again, soon after it."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        usual(unraisable)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

@@ -1,13 +1,16 @@
 """What users get wrong: each mistake gets one helpful sentence, and Ctrl-C ends every command at once."""
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +197,19 @@ def test_ctrl_c(command: str, folder: Path, timeline: Timeline) -> None:
     assert "Traceback" not in errors
     if job.returncode == 130:
         assert "interrupted" in errors
+
+
+def test_ctrl_c_in_a_callback_of_a_compiled_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python cannot raise through C: it would only print that the interrupt was ignored."""
+
+    def compiling(**_: Any) -> None:
+        ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+        time.sleep(60)
+
+    monkeypatch.setattr("offbeat.cli.app.app", compiling)
+    began = time.monotonic()
+    assert main(["doctor"]) == 130
+    assert time.monotonic() - began < 30
 
 
 def _interrupt(job: subprocess.Popen[str]) -> str:
