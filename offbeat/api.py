@@ -99,15 +99,10 @@ def distribute(
         _check_allowed(allow, strategy)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
-    join_job(timeout)
-    world = torch_world(_group(process_group, device_mesh), next(model.parameters()).device)
-    cluster = cluster or _this_cluster(world)
-    if ranks := os.environ.get(SERVERS_VARIABLE):
-        cluster = cluster.with_servers(_server_ranks(ranks))
-    if cluster.world_size != world.size:
-        raise OffbeatError(
-            f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
-        )
+    join_job(timeout, servers=SERVERS_VARIABLE in os.environ or bool(cluster and cluster.servers))
+    group = _group(process_group, device_mesh)
+    world = torch_world(group, next(model.parameters()).device)
+    cluster = _cluster_of(world, cluster)
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
@@ -118,6 +113,7 @@ def distribute(
         whole = loss_fn is None
         strategy = strategy_within(memory_limit, graph, cluster, world, whole, allow, encoding)
     chosen = resolve_strategy(strategy, graph, cluster, world)
+    patience = timeout or timedelta(minutes=10)
     if chosen.operators:
         if world.size != dist.get_world_size():
             raise OffbeatError("a strategy that splits operators runs on the whole job, not on a process_group")
@@ -126,7 +122,6 @@ def distribute(
         # Loads torch's tracer, which other jobs need not wait for.
         from offbeat.runtime.sharded import ShardedRuntime
 
-        patience = timeout or timedelta(minutes=10)
         ShardedRuntime(model, optimizer, chosen, example_inputs, loss_fn, batch, patience, world)
         return model, optimizer
     plan = lower(graph, cluster, chosen, rank=world.rank)
@@ -135,10 +130,16 @@ def distribute(
 
         FsdpRuntime(model, optimizer, plan, world)
         return model, optimizer
+    if len(plan.replicas) < world.size and not world.takes_host_memory:
+        raise OffbeatError(
+            "servers without a replica need gloo beside NCCL: let distribute() create the process group, or create it "
+            "with init_process_group('cpu:gloo,cuda:nccl')"
+        )
     if world.rank not in plan.replicas:
-        serve(model, optimizer, plan, timeout or timedelta(minutes=10), world)
+        # The optimizer keeps its parameters: only their memory moves.
+        serve(model.cpu(), optimizer, plan, patience, torch_world(group, torch.device("cpu")))
         sys.exit(0)
-    runtime = Runtime(model, optimizer, plan, timeout or timedelta(minutes=10), world, find_unused_parameters)
+    runtime = Runtime(model, optimizer, plan, patience, world, find_unused_parameters)
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1:
         _tune(runtime, graph, cluster, allow)
@@ -311,8 +312,11 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     return build_strategy("overlap", graph, cluster, **sizes, in_flight=2 if world.device.type == "cpu" else 1)
 
 
-def join_job(timeout: timedelta | None = None) -> None:
-    """Joins the process group of the launcher's environment, unless the user has created one."""
+def join_job(timeout: timedelta | None = None, servers: bool = False) -> None:
+    """Joins the process group of the launcher's environment, unless the user has created one.
+
+    With `servers`, ranks on processors are in it too.
+    """
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -321,7 +325,8 @@ def join_job(timeout: timedelta | None = None) -> None:
             f"there is no process group and {missing[0]} is not set: start the script with torchrun or offbeat run, "
             f"or call torch.distributed.init_process_group first"
         )
-    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    backend = ("cpu:gloo,cuda:nccl" if servers else "nccl") if on_gpus else "gloo"
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps its store over a restart, with the addresses of ranks that are gone in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -329,10 +334,25 @@ def join_job(timeout: timedelta | None = None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def _cluster_of(world: TorchWorld, given: ClusterSpec | None) -> ClusterSpec:
+    """The user's cluster, or the nodes on which the job's ranks run, with the servers that `offbeat run` has named."""
+    cluster = given or _this_cluster(world)
+    if ranks := os.environ.get(SERVERS_VARIABLE):
+        cluster = cluster.with_servers(_server_ranks(ranks))
+    if cluster.world_size != world.size:
+        raise OffbeatError(
+            f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"
+        )
+    return cluster
+
+
 def _this_cluster(world: TorchWorld) -> ClusterSpec:
     """The nodes on which the job's ranks run, as the ranks report them."""
-    nodes = world.all_gather_object(this_place().node)
-    if world.device.type == "cuda":
-        return ClusterSpec.of_ranks(nodes, device=torch.cuda.get_device_name()) or ClusterSpec.local(world.size)
+    device = torch.cuda.get_device_name() if world.device.type == "cuda" else None
+    places = world.all_gather_object((this_place().node, device))
+    nodes = [node for node, _ in places]
+    # Rank 0's: servers may have none, and all ranks must come to the same cluster.
+    if places[0][1] is not None:
+        return ClusterSpec.of_ranks(nodes, device=places[0][1]) or ClusterSpec.local(world.size)
     several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
     return several or ClusterSpec.local(world.size)

@@ -88,7 +88,7 @@ class Runtime:
         self.parameters = variables_of(model, plan)
         mode, reason = self._check(plan)
         self.world.watch(range(self.world.size))
-        share_state([*model.parameters(), *model.buffers()], self.world, plan.replicas[0])
+        share_state([*model.parameters(), *model.buffers()], self.world, plan)
         self._attach(plan, mode, reason)
         self.undo = apply_memory_strategy(model, plan.strategy, lambda: self.engine, lambda: bool(self.gate.watched))
         self._mix_in()
@@ -226,7 +226,7 @@ class Runtime:
         log.info("offbeat plans anew: the training loop has changed the model or its optimizer")
         known = set(map(id, self.structure.parameters))
         new = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
-        share_state(new, self.world, self.plan.replicas[0])
+        share_state(new, self.world, self.plan)
         self.buffers.due |= bool(new)
         self.switch(lower(graph, self.plan.cluster, strategy, rank=self.plan.rank))
         for hook in self.refit_hooks:
@@ -296,12 +296,10 @@ def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: tim
     """Keeps parameters for the replicas until they have ended, on a rank that holds none."""
     check_unwrapped(model)
     parameters = variables_of(model, plan)
-    if next(iter(parameters.values())).device.type != "cpu":
-        raise StrategyError(f"rank {plan.rank} holds no replica: such a server needs its model on the CPU, and gloo")
     _check_messages(plan, type(optimizer), torch.device("cpu"))
     check_ranks_agree(plan, world)
     world.watch(range(world.size))
-    share_state([*model.parameters(), *model.buffers()], world, plan.replicas[0])
+    share_state([*model.parameters(), *model.buffers()], world, plan)
     Server(model, optimizer, parameters, plan, timeout, world).serve()
 
 
@@ -324,16 +322,16 @@ def check_unwrapped(model: torch.nn.Module) -> None:
 def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.device) -> None:
     """Whether the optimizer can update what the plan spreads, stations add up what is encoded, and servers answer."""
     for message in plan.messages:
-        if message.asynchronous and device.type != "cpu":
+        if message.asynchronous and device.type != "cpu" and message.owner in plan.replicas:
             raise StrategyError(
-                f"variable {message.variables[0]!r} has an asynchronous parameter server, which NCCL does not support: "
-                f"its sends and receives have no tags, so gradients and replies would mix; use a synchronous one, or "
-                f"train on CPUs"
+                f"variable {message.variables[0]!r} has an asynchronous parameter server on rank {message.owner}, "
+                f"which computes on a GPU: NCCL's sends and receives have no tags, so gradients and replies would mix; "
+                f"use a synchronous one, a server without a replica, or train on CPUs"
             )
-        if message.roots and device.type != "cpu":
+        if message.roots and device.type != "cpu" and len(plan.replicas) == plan.cluster.world_size:
             raise StrategyError(
-                f"variable {message.variables[0]!r} is summed by servers, which ranks on GPUs do not support yet: "
-                f"their gradients would pass through host memory; use a strategy without servers, or train on CPUs"
+                f"variable {message.variables[0]!r} is summed by servers, which on GPUs only pays beside servers "
+                f"without a replica: gradients pass through host memory; use a strategy without servers"
             )
         if message.stations and message.encoder.gathered:
             raise StrategyError(
@@ -383,11 +381,14 @@ def check_ranks_agree(plan: Plan, world: World) -> None:
             raise StrategyError(f"rank {rank} has a different {what} than rank {first[0]}")
 
 
-def share_state(tensors: Iterable[torch.Tensor], world: World, root: int) -> None:
-    """Gives every rank the values of one."""
+def share_state(tensors: Iterable[torch.Tensor], world: World, plan: Plan) -> None:
+    """Gives every rank the values of the first replica."""
+    # Ranks without a replica have theirs in host memory.
+    on_host = world.staged and len(plan.replicas) < world.size
     with torch.no_grad():
         for tensor in tensors:
             if tensor.numel():
                 contiguous = tensor.detach().contiguous()
-                world.broadcast(contiguous, root)
+                contiguous = contiguous.cpu() if on_host else contiguous
+                world.broadcast(contiguous, plan.replicas[0])
                 tensor.copy_(contiguous)

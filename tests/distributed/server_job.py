@@ -1,6 +1,7 @@
 """One rank of a job with two workers and two servers that hold no replica: `server_job.py JSON`.
 
-A worker writes what it found to `rank{r}.json` beside the script's log. distribute() does not return on a server.
+A worker writes what it found to `rank{r}.json` beside the script's log, or in the case's `folder`. On a server,
+distribute() does not return. Models are put on a GPU where there is one; servers take theirs back to host memory.
 """
 
 import json
@@ -18,27 +19,28 @@ import offbeat
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
 WORKERS, STEPS = 2, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLUSTER = offbeat.ClusterSpec(nodes=[{}, {}, {"role": "server"}, {"role": "server"}])
 
 
 def exact(strategy: str) -> dict[str, Any]:
     """How far training is from that of one process, after a few steps."""
-    model = small_models.make("mlp")
+    model = small_models.make("mlp").to(DEVICE)
     optimizer = small_models.make_optimizer("adamw", model.parameters())
     offbeat.distribute(model, optimizer, strategy, cluster=CLUSTER)
     rank = int(os.environ["RANK"])
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(*small_models.batch("mlp", step, rank)).backward()
+        model(*(tensor.to(DEVICE) for tensor in small_models.batch("mlp", step, rank))).backward()
         optimizer.step()
     sizes = (4,) * WORKERS
     expected = reference_run("mlp", "adamw", torch.float64, STEPS, WORKERS, (1.0,) * WORKERS, sizes)
-    return {"error": float((flat_parameters(model) - expected).abs().max()), "said": model.offbeat.summary()}
+    return {"error": float((flat_parameters(model).cpu() - expected).abs().max()), "said": model.offbeat.summary()}
 
 
 def relaxed(**field: Any) -> dict[str, Any]:
     """The steps that a variable whose gradient is always 1 has moved, after each of this worker's steps."""
-    model = _One()
+    model = _One().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     shard = Shard(synchronizer="parameter_server", placement=(2,), **field)
     strategy = Strategy(variables={"weight": VariableConfig(shards=(shard,))})
@@ -46,7 +48,7 @@ def relaxed(**field: Any) -> dict[str, Any]:
     moved = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        model(torch.ones(1)).backward()
+        model(torch.ones(1, device=DEVICE)).backward()
         optimizer.step()
         moved.append(-float(model.weight.detach()[0]))
     return {"moved": moved}
@@ -54,13 +56,13 @@ def relaxed(**field: Any) -> dict[str, Any]:
 
 def forever(builder: str) -> dict[str, Any]:
     """Trains until somebody ends it; tells of every step."""
-    model = small_models.make("mlp")
+    model = small_models.make("mlp").to(DEVICE)
     optimizer = small_models.make_optimizer("sgd", model.parameters())
     offbeat.distribute(model, optimizer, builder, cluster=CLUSTER)
     step = 0
     while True:
         optimizer.zero_grad()
-        model(*small_models.batch("mlp", step, 0)).backward()
+        model(*(tensor.to(DEVICE) for tensor in small_models.batch("mlp", step, 0))).backward()
         optimizer.step()
         step += 1
         print(step, flush=True)
@@ -78,5 +80,6 @@ class _One(torch.nn.Module):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     case = json.loads(sys.argv[1])
+    folder = Path(case.pop("folder", "."))
     found = {"exact": exact, "relaxed": relaxed, "forever": forever}[case.pop("what")](**case)
-    Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 WORKER = Path(__file__).with_name("nccl_worker.py")
+SERVER_JOB = Path(__file__).parents[1] / "distributed" / "server_job.py"
 RUN_SECONDS = 270.0
 START_SECONDS = 120.0
 LOST_SECONDS = 30.0
@@ -91,6 +92,31 @@ def test_ranks_train_as_one_process_would(ran: tuple[list[dict[str, Any]], str],
 
 def test_all_ranks_end_well(ran: tuple[list[dict[str, Any]], str]):
     assert not ran[1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({"what": "exact", "strategy": name} for name in ("auto", "byteps", "ps_load_balanced", "partitioned_ps")),
+        {"what": "relaxed", "staleness": 2},
+        {"what": "relaxed", "asynchronous": True},
+    ],
+)
+def test_workers_on_a_gpu_train_beside_servers_on_processors(tmp_path: Path, case: dict[str, Any]):
+    """Two workers and two servers, which take their models off the GPU."""
+    with gpu_cluster(4) as cluster:
+        told = json.dumps({**case, "folder": str(tmp_path)})
+        cluster.run([str(SERVER_JOB), told], timeout=120, env={"PYTHONPATH": search_path()})
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for each in found:
+        if case["what"] == "exact":
+            assert each["error"] <= 1e-10
+        else:
+            steps = len(each["moved"])
+            behind = case.get("staleness", 0)
+            low, high = (0.5, steps / 2) if case.get("asynchronous") else (1.0, 0.0)
+            for step, moved in enumerate(each["moved"], 1):
+                assert max(0, step - behind) * low <= moved <= step * low + high, found
 
 
 @pytest.mark.parametrize("how", ["overlap", "split"])

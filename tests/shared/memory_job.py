@@ -350,6 +350,8 @@ class MemoryWorld:
         everyone = tuple(range(job.size))
         self.channel = MemoryChannel(job, "world", everyone, rank, job.timeout)
         self.lost_ranks = job.lost_ranks
+        self.device = torch.device("cpu")
+        self.staged = False
 
     def set(self, key: str, value: bytes) -> None:
         with self.job.changed:
@@ -364,7 +366,9 @@ class MemoryWorld:
         self.generation += 1
         return self.generation
 
-    def open_channel(self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta) -> MemoryChannel:
+    def open_channel(
+        self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta, on_host: bool = False
+    ) -> MemoryChannel:
         return MemoryChannel(self.job, name, ranks, self.rank, timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

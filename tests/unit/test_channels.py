@@ -16,6 +16,7 @@ from memory_job import Collective, MemoryJob, MemoryWorld
 
 from offbeat.runtime.comm import Channel, CommunicationFailed
 from offbeat.runtime.comm.credit import CreditChannel
+from offbeat.runtime.comm.staged import StagedChannel
 from offbeat.runtime.comm.torch_channel import TorchChannel
 from offbeat.runtime.sync.sparse import RowExchange, Rows
 from offbeat.torch_private import open_group
@@ -39,12 +40,14 @@ def on_channels(kind: str, ring: tuple[int, ...], function: Callable[[Channel, i
             channel = world.open_channel("test", ring, 2, TIMEOUT)
         if kind == "credit":
             channel = CreditChannel(channel, 4 * ELEMENTS)
+        elif kind == "staged":
+            channel = StagedChannel(channel, world.device)
         result = function(channel, world.rank)
         world.all_gather_object(None)  # gloo's sockets must not close while others read
         channel.close()
         return result
 
-    return run_ranks(len(ring), body, MemoryJob(len(ring), seed=3 if kind in ("random", "credit") else None))
+    return run_ranks(len(ring), body, MemoryJob(len(ring), seed=3 if kind in ("random", "credit", "staged") else None))
 
 
 def given(rank: int, salt: int = 0) -> torch.Tensor:
@@ -59,7 +62,7 @@ def in_ring_order(ring: tuple[int, ...], salt: int = 0) -> torch.Tensor:
     return total
 
 
-@pytest.fixture(params=["memory", "random", "credit", "gloo"])
+@pytest.fixture(params=["memory", "random", "credit", "staged", "gloo"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -142,9 +142,10 @@ def test_asynchronous_servers_are_refused_on_gpus() -> None:
     strategy = Strategy(variables={name.name: VariableConfig(shards=(shard,)) for name in graph.variables})
     plan = lower(graph, CLUSTER, strategy, rank=0)
     _check_messages(plan, torch.optim.SGD, torch.device("cpu"))
-    with pytest.raises(
-        StrategyError, match=r"^variable 'layers\.\d\.\w+' has an asynchronous parameter server, which NCCL"
-    ):
+    refused = (
+        r"^variable 'layers\.\d\.\w+' has an asynchronous parameter server on rank 0, which computes on a GPU: NCCL"
+    )
+    with pytest.raises(StrategyError, match=refused):
         _check_messages(plan, torch.optim.SGD, torch.device("cuda"))
 
 

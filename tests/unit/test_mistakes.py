@@ -85,7 +85,7 @@ def test_a_port_that_is_taken(folder: Path, timeline: Timeline, capsys: pytest.C
 def test_a_cluster_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     cluster = offbeat.ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us")
-    monkeypatch.setattr("offbeat.api.join_job", lambda timeout: None)
+    monkeypatch.setattr("offbeat.api.join_job", lambda timeout, servers: None)
     job = SimpleNamespace(size=2, rank=0, global_ranks=lambda: [0, 1])
     monkeypatch.setattr("offbeat.api.torch_world", lambda group, device: job)
     with pytest.raises(OffbeatError, match="has 4 devices, the job has 2 ranks"):

@@ -42,8 +42,12 @@ def run_job(
     body: Any,
     cluster: ClusterSpec = CLUSTER,
     job: MemoryJob | None = None,
+    staged: bool = False,
 ) -> list[Any]:
-    """What `body(world, model, optimizer)` returns on each replica; the other ranks serve, and return None."""
+    """What `body(world, model, optimizer)` returns on each replica; the other ranks serve, and return None.
+
+    `staged` sends tensors through host memory, as replicas on GPUs do.
+    """
     graph = graph_of(name, torch.float64, kind)
 
     def rank(world: MemoryWorld) -> Any:
@@ -52,6 +56,7 @@ def run_job(
             plan = lower(graph, cluster, strategy, rank=world.rank)
             serve(model, optimizer, plan, TIMEOUT, world)
             return None
+        world.staged = staged
         with distributed(world, model, optimizer, (graph, cluster, strategy)):
             return body(world, model, optimizer)
 
@@ -87,9 +92,9 @@ def reference(name: str, kind: str, workers: int, clip: float | None = None) -> 
 
 
 @pytest.mark.parametrize("mode", ["barrier", "auto"])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(("kind", "staged"), [("sgd", False), ("adamw", False), ("adamw", True)])
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, mode: str) -> None:
+def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, staged: bool, mode: str) -> None:
     graph = graph_of("everything", torch.float64, kind)
     given = {"builder": builder, "options": OPTIONS.get(builder, {})}
     strategy = make_strategy(given, graph, CLUSTER, mode)
@@ -103,7 +108,7 @@ def test_servers_apart_from_replicas_are_exact(builder: str, kind: str, mode: st
         train(model, optimizer, "everything", world.rank, range(STEPS))
         return distance(model, expected)
 
-    errors = run_job("everything", kind, strategy, body)
+    errors = run_job("everything", kind, strategy, body, staged=staged)
     assert max(errors[:WORKERS]) <= TOLERANCE
     assert errors[WORKERS:] == [None] * SERVERS
 
@@ -159,8 +164,9 @@ def test_replicas_sum_for_each_other_whenever_messages_arrive(seed: int) -> None
     assert max(run_job("everything", "adamw", strategy, body, cluster, job)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("builder", ["ps_load_balanced", "fast_servers"])
-def test_what_is_applied_are_the_gradients_that_the_loop_has_clipped(builder: str) -> None:
+def test_what_is_applied_are_the_gradients_that_the_loop_has_clipped(builder: str, staged: bool) -> None:
     strategy = build_strategy(builder, graph_of("mlp", torch.float64, "sgd"), CLUSTER)
     expected = reference("mlp", "sgd", WORKERS, clip=0.05)
 
@@ -168,11 +174,12 @@ def test_what_is_applied_are_the_gradients_that_the_loop_has_clipped(builder: st
         train(model, optimizer, "mlp", world.rank, range(STEPS), clip=0.05)
         return distance(model, expected)
 
-    assert max(run_job("mlp", "sgd", strategy, body)[:WORKERS]) <= TOLERANCE
+    assert max(run_job("mlp", "sgd", strategy, body, staged=staged)[:WORKERS]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("builder", ["ps_load_balanced", "fast_servers"])
-def test_state_and_values_that_are_loaded_reach_the_servers(builder: str) -> None:
+def test_state_and_values_that_are_loaded_reach_the_servers(builder: str, staged: bool) -> None:
     strategy = build_strategy(builder, graph_of("mlp", torch.float64, "adamw"), CLUSTER)
     expected = reference("mlp", "adamw", WORKERS)
 
@@ -185,11 +192,12 @@ def test_state_and_values_that_are_loaded_reach_the_servers(builder: str) -> Non
         train(model, optimizer, "mlp", world.rank, range(2, STEPS))
         return distance(model, expected)
 
-    assert max(run_job("mlp", "adamw", strategy, body)[:WORKERS]) <= TOLERANCE
+    assert max(run_job("mlp", "adamw", strategy, body, staged=staged)[:WORKERS]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("field", [{"staleness": 1}, {"asynchronous": True}])
-def test_relaxed_servers_without_replicas_train(field: dict[str, Any]) -> None:
+def test_relaxed_servers_without_replicas_train(field: dict[str, Any], staged: bool) -> None:
     graph = graph_of("mlp", torch.float64, "sgd")
     shard = Shard(synchronizer="parameter_server", placement=(2,), **field)
     strategy = Strategy(variables={each.name: VariableConfig(shards=(shard,)) for each in graph.variables})
@@ -199,7 +207,7 @@ def test_relaxed_servers_without_replicas_train(field: dict[str, Any]) -> None:
         train(model, optimizer, "mlp", world.rank, range(STEPS))
         return distance(model, before)
 
-    assert min(run_job("mlp", "sgd", strategy, body)[:WORKERS]) > 1e-6
+    assert min(run_job("mlp", "sgd", strategy, body, staged=staged)[:WORKERS]) > 1e-6
 
 
 def test_replay_prices_servers_by_their_own_links() -> None:

@@ -7,6 +7,7 @@ its collectives in the order in which they are put in; every rank puts them in i
 import io
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from offbeat.plan import Plan
 from offbeat.runtime.comm.credit import CreditChannel
 from offbeat.runtime.comm.protocol import Channel, World
 from offbeat.runtime.comm.relay import Relay
+from offbeat.runtime.comm.staged import StagedChannel, StagedRelay
 
 Key = tuple[str, tuple[int, ...], int, int | None]
 """The purpose of a channel, its ranks, and its limits on collectives and bytes in flight."""
@@ -63,7 +65,7 @@ class Commands:
         self.channel.recv(length, source, _TAG)
         content = torch.empty(int(length), dtype=torch.uint8)
         self.channel.recv(content, source, _TAG)
-        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+        return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 class Channels:
@@ -78,11 +80,13 @@ class Channels:
         self.limits = plan.strategy.schedule.in_flight, plan.strategy.schedule.credit_bytes
         everyone = tuple(plan.replicas)
         generation = world.next_generation()
+        wanted, on_host = _wanted(plan), partial(_on_host, frozenset(_apart(plan)))
         # All ranks open theirs in one global order, so that no two wait for each other.
-        for key in sorted(_wanted(plan) - opened.keys()):
+        for key in sorted(wanted - opened.keys()):
             way, ranks, in_flight, credit = key
             name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
-            channel = world.open_channel(name, ranks, in_flight, PATIENCE if way == "command" else timeout)
+            patience = PATIENCE if way == "command" else timeout
+            channel = world.open_channel(name, ranks, in_flight, patience, on_host(key))
             opened[key] = channel if credit is None else cast(Channel, CreditChannel(channel, credit))
         told = opened.get(("command", (everyone[0], *_apart(plan)), self.limits[0], None))
         self.commands = None if told is None else Commands(told)
@@ -91,41 +95,50 @@ class Channels:
         assert control is not None
         self.control = control
         in_flight, adds = self.limits[0], plan.rank in everyone
-        self.relays = {
-            ranks: Relay(
-                opened["sum", ranks, in_flight, None], opened["total", ranks, in_flight, None], adds, 2 * in_flight
-            )
-            for ranks in sorted(
-                {task.ranks for task in plan.communication if task.kind == "relay" and len(task.ranks) > 1}
-            )
-        }
+        self.relays: dict[tuple[int, ...], Relay | StagedRelay] = {}
         """For gradients that one rank sums for all, by their participants, the summing one last."""
-        self.direct = opened.get(("direct", plan.participants, self.limits[0], None))
+        summed = {task.ranks for task in plan.communication if task.kind == "relay" and len(task.ranks) > 1}
+        for ranks in sorted(summed):
+            sums, totals = (opened[way, ranks, in_flight, None] for way in ("sum", "total"))
+            relay = Relay(sums, totals, adds, 2 * in_flight)
+            self.relays[ranks] = StagedRelay(relay, world.device) if world.staged else relay
+        self.staged = {
+            key: StagedChannel(opened[key], world.device)
+            for key in sorted(wanted)
+            if world.staged and key[0] in ("up", "back", "direct") and on_host(key)
+        }
+        """Those of tensors that have to pass through host memory."""
+        direct = ("direct", plan.participants, in_flight, None)
+        self.direct = self._to_tensors(direct) if direct in wanted else None
 
     def up(self, ranks: tuple[int, ...]) -> Channel:
         """For gradients on the way to the rank that applies them."""
-        return self.opened["up", ranks, *self.limits]
+        return self._to_tensors(("up", ranks, *self.limits))
 
     def back(self, ranks: tuple[int, ...]) -> Channel:
         """For parameters on the way back."""
-        return self.opened["back", ranks, *self.limits]
+        return self._to_tensors(("back", ranks, *self.limits))
+
+    def _to_tensors(self, key: Key) -> Channel:
+        return self.staged.get(key) or self.opened[key]
 
     def leave(self) -> None:
         """Ends the use by this plan. Channels stay open for others, except the servers': their threads end."""
-        for relay in self.relays.values():
-            relay.close()
+        for each in (*self.relays.values(), *self.staged.values()):
+            each.close()
         for key in [key for key in self.opened if key[0] == "direct"]:
             self.opened.pop(key).close()
 
     def close(self, deadline: float | None = None) -> None:
         """Leaves every channel; see `Channel.close`."""
-        for relay in self.relays.values():
-            relay.close(deadline)
+        staging = (*self.relays.values(), *self.staged.values())
+        for each in staging:
+            each.close(deadline)
         while self.opened:
             self.opened.popitem()[1].close(deadline)
-        for relay in self.relays.values():
+        for each in staging:
             # Collectives still in flight have been aborted.
-            relay.close(time.monotonic() + 1.0)
+            each.close(time.monotonic() + 1.0)
 
 
 def _wanted(plan: Plan) -> set[Key]:
@@ -145,6 +158,12 @@ def _wanted(plan: Plan) -> set[Key]:
     if asynchronous and len(plan.participants) > 1 and plan.rank in plan.participants:
         wanted.add(("direct", plan.participants, schedule.in_flight, None))
     return wanted
+
+
+def _on_host(apart: frozenset[int], key: Key) -> bool:
+    """Whether a channel takes tensors in host memory: those of servers, and those used by threads of its own."""
+    way, ranks, *_ = key
+    return way in ("sum", "total", "direct") or not apart.isdisjoint(ranks)
 
 
 def _apart(plan: Plan) -> tuple[int, ...]:

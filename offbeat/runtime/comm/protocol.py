@@ -88,6 +88,10 @@ class World(Protocol):
 
     rank: int
     size: int
+    device: torch.device
+    """Where this rank's tensors are."""
+    staged: bool
+    """They reach ranks without a GPU only through host memory."""
 
     def set(self, key: str, value: bytes) -> None:
         """Puts a value into the job's store."""
@@ -101,8 +105,11 @@ class World(Protocol):
         Every rank of the job asks for it at the same points, and so gets the same.
         """
 
-    def open_channel(self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta) -> Channel:
-        """A channel among `ranks`, all of which must open it; `name` differs from that of every other channel."""
+    def open_channel(
+        self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta, on_host: bool = False
+    ) -> Channel:
+        """A channel among `ranks`, all of which must open it; `name` differs from that of every other channel. One
+        `on_host` takes tensors in host memory, wherever this rank's are."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Every rank's tensor becomes the root's."""

@@ -39,6 +39,8 @@ class TorchWorld:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = backend_of(group, device).name()
+        self.staged = device.type == "cuda"
+        self.takes_host_memory = "cpu:" in dist.get_backend_config(group)
         self.liveness: Liveness | None = None
 
     def global_ranks(self) -> list[int]:
@@ -71,10 +73,13 @@ class TorchWorld:
     def next_generation(self) -> int:
         return next(_generations[self.name])
 
-    def open_channel(self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta) -> TorchChannel:
+    def open_channel(
+        self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta, on_host: bool = False
+    ) -> TorchChannel:
+        backend = "gloo" if on_host and self.staged else self.backend
         store = dist.PrefixStore(name, self.store)
         before = open_sockets()
-        group = open_group(self.backend, store, ranks.index(self.rank), len(ranks), in_flight, timeout)
+        group = open_group(backend, store, ranks.index(self.rank), len(ranks), in_flight, timeout)
         return TorchChannel(group, ranks, self.rank, self.lost_ranks, open_sockets() - before)
 
     def default_channel(self) -> TorchChannel:
