@@ -99,9 +99,10 @@ def distribute(
         _check_allowed(allow, strategy)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
-    join_job(timeout, servers=SERVERS_VARIABLE in os.environ or bool(cluster and cluster.servers))
+    device = next(model.parameters()).device
+    join_job(timeout, device, servers=SERVERS_VARIABLE in os.environ or bool(cluster and cluster.servers))
     group = _group(process_group, device_mesh)
-    world = torch_world(group, next(model.parameters()).device)
+    world = torch_world(group, device)
     cluster = _cluster_of(world, cluster)
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
     if memory_limit is not None:
@@ -312,10 +313,10 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     return build_strategy("overlap", graph, cluster, **sizes, in_flight=2 if world.device.type == "cpu" else 1)
 
 
-def join_job(timeout: timedelta | None = None, servers: bool = False) -> None:
+def join_job(timeout: timedelta | None, device: torch.device, servers: bool = False) -> None:
     """Joins the process group of the launcher's environment, unless the user has created one.
 
-    With `servers`, ranks on processors are in it too.
+    It uses the backend for tensors on `device`, the model's. With `servers`, ranks on processors are in it too.
     """
     if dist.is_initialized():
         return
@@ -325,7 +326,7 @@ def join_job(timeout: timedelta | None = None, servers: bool = False) -> None:
             f"there is no process group and {missing[0]} is not set: start the script with torchrun or offbeat run, "
             f"or call torch.distributed.init_process_group first"
         )
-    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    on_gpus = (device.type == "cuda" or (servers and torch.cuda.is_available())) and dist.is_nccl_available()
     backend = ("cpu:gloo,cuda:nccl" if servers else "nccl") if on_gpus else "gloo"
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps its store over a restart, with the addresses of ranks that are gone in it.

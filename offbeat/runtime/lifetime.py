@@ -30,8 +30,11 @@ GRACE_SECONDS = 30.0
 """How far other ranks may be behind at the end; a hanging rank must not keep this one from ending."""
 FAILED_GRACE_SECONDS = 1.0
 """The same if the script, and so the job, has failed."""
+OWN_SECONDS = 8.0
+"""After the grace time, for Offbeat's own part of the end of a failed script; then a GPU's driver whose peer has died
+hangs, and the process is ended."""
 LAST_RESORT_SECONDS = 60.0
-"""After the grace time: a process that still hangs then, such as in a GPU's driver whose peer has died, is ended."""
+"""The same for everything else that happens at the end."""
 LOOKS = 3
 """How often in a row gloo's threads must be seen asleep."""
 CALLBACK_SECONDS = 0.05
@@ -90,13 +93,21 @@ def _at_exit(process: int) -> None:
     if os.getpid() != process:
         # A forked process has none of the threads that would have to end.
         return
+    if script_failed():
+        _end_after(FAILED_GRACE_SECONDS + OWN_SECONDS)
+        _close_all()
+        _end_after(LAST_RESORT_SECONDS)
+    else:
+        _end_after(GRACE_SECONDS + LAST_RESORT_SECONDS)
+        _close_all()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end_after(seconds: float) -> None:
+    """Ends the process then, unless it is called again or cancelled."""
     # No thread of Python's: a call that hangs in a driver may hold the interpreter's lock.
     with suppress(AttributeError, OSError, RuntimeError, ValueError):
-        grace = FAILED_GRACE_SECONDS if script_failed() else GRACE_SECONDS
-        faulthandler.dump_traceback_later(grace + LAST_RESORT_SECONDS, exit=True)
-    _close_all()
-    if not script_failed():
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def _close_all() -> None:

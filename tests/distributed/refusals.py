@@ -48,7 +48,7 @@ def ranks_disagree(about: str) -> None:
 
 def train_forever(builder: str, timeout: float, options: dict[str, Any]) -> None:
     """Trains until somebody stops it, and says on stdout when a step has ended."""
-    offbeat.api.join_job(timedelta(seconds=timeout))
+    offbeat.api.join_job(timedelta(seconds=timeout), torch.device("cpu"))
     rank = dist.get_rank()
     model = small_models.make("mlp")
     optimizer = small_models.make_optimizer("sgd", model.parameters())

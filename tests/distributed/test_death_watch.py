@@ -115,6 +115,16 @@ def test_a_script_that_ends_after_a_rank_has_died_keeps_its_exit_code(tmp_path: 
     assert job.end()[0] == (3, "")
 
 
+def test_a_script_that_fails_after_a_rank_has_died_names_it(tmp_path: Path):
+    """The death may show as an error of NCCL's, or of a driver that processes share."""
+    job = Job(tmp_path, 2, "sys.stdin.readline()\nraise RuntimeError('CUDA error: an illegal memory access')")
+    job.ranks[1].send_signal(signal.SIGKILL)
+    time.sleep(1)
+    job.ranks[0].stdin.close()
+    (code, said), _ = job.end()
+    assert (code, said.startswith("offbeat: WorkerLost: rank 0 failed: rank 1 gave no sign of life")) == (1, True), said
+
+
 def test_a_rank_that_hangs_as_it_handles_an_exception_is_ended(tmp_path: Path):
     job = Job(tmp_path, 2, f"liveness.LAST_RESORT_SECONDS = 1\ntry:\n  {HANGS}\nfinally:\n  {HANGS}")
     for process in job.ranks:

@@ -202,18 +202,21 @@ def test_a_script_that_failed_does_not_wait_long(monkeypatch: pytest.MonkeyPatch
     assert runtime.deadlines[0] < time.monotonic() + lifetime.FAILED_GRACE_SECONDS
 
 
-def test_an_exit_that_hangs_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["", "raise ValueError"])
+def test_an_exit_that_hangs_is_ended(tmp_path: Path, last: str) -> None:
     script = tmp_path / "hangs.py"
+    limits = "FAILED_GRACE_SECONDS = lifetime.OWN_SECONDS" if last else "GRACE_SECONDS = lifetime.LAST_RESORT_SECONDS"
     script.write_text(
         "import time\n"
         "from offbeat.runtime import lifetime\n"
-        "lifetime.LAST_RESORT_SECONDS = lifetime.GRACE_SECONDS = 0.3\n"
+        f"lifetime.{limits} = 0.3\n"
         "class Hangs:\n"
         "    def close(self, deadline):\n"
         "        time.sleep(600)\n"
         "hangs = Hangs()\n"
         "lifetime.close_at_exit(hangs)\n"
+        f"{last}\n"
     )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=40, check=False)
     assert ended.returncode == 1
     assert "in close" in ended.stderr

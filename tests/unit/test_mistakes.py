@@ -85,11 +85,37 @@ def test_a_port_that_is_taken(folder: Path, timeline: Timeline, capsys: pytest.C
 def test_a_cluster_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     cluster = offbeat.ClusterSpec.homogeneous(nodes=4, devices_per_node=1, bandwidth="1Gbit/s", latency="50us")
-    monkeypatch.setattr("offbeat.api.join_job", lambda timeout, servers: None)
+    monkeypatch.setattr("offbeat.api.join_job", lambda *_, **__: None)
     job = SimpleNamespace(size=2, rank=0, global_ranks=lambda: [0, 1])
     monkeypatch.setattr("offbeat.api.torch_world", lambda group, device: job)
     with pytest.raises(OffbeatError, match="has 4 devices, the job has 2 ranks"):
         offbeat.distribute(model, torch.optim.SGD(model.parameters()), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("device", "servers", "backend"),
+    [
+        ("cpu", False, "gloo"),
+        ("cuda", False, "nccl"),
+        ("cuda", True, "cpu:gloo,cuda:nccl"),
+        ("cpu", True, "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_a_job_joins_with_the_backend_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, device: str, servers: bool, backend: str
+) -> None:
+    """Ranks that train on processors need no GPU each, on a machine that has one."""
+    from offbeat import api
+
+    joined: list[str] = []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(api.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(api.dist, "rendezvous", lambda url: iter([(torch.distributed.HashStore(), 0, 2)]))
+    monkeypatch.setattr(api.dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    api.join_job(None, torch.device(device), servers)
+    assert joined == [backend]
 
 
 def test_no_gpu() -> None:

@@ -33,6 +33,8 @@ _CONNECT_SECONDS = 1.0
 _WATCH_SECONDS = 0.5
 _LAST_SECONDS = 2.0
 """Time between a rank's death and the end of a survivor: all survivors must see the death first."""
+NO_SIGN = "gave no sign of life"
+"""What is said of a lost rank."""
 
 
 class Liveness:
@@ -138,9 +140,14 @@ class DeathWatch(threading.Thread):
         _watches.append(self)
 
     def close(self, deadline: float) -> None:
-        """At the end of the script: tells the others, unless it has failed."""
+        """At the end of the script: tells the others, or, if it has failed, the user who failed before."""
         if not script_failed():
             self.liveness.say_farewell()
+        elif not isinstance(sys.last_value, KeyboardInterrupt) and NO_SIGN not in str(sys.last_value):
+            # On a GPU another rank's death may show as any error of NCCL's or the driver's.
+            dead = [rank for rank in self.liveness.dead() if not self.liveness.has_left(rank)]
+            if dead:
+                self._say_who_died("failed", dead)
 
     def run(self) -> None:
         while not script_ended():
@@ -165,14 +172,16 @@ class DeathWatch(threading.Thread):
             if now >= running + _LAST_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
+        self._say_who_died("cannot go on", dead)
+        os._exit(1)
+
+    def _say_who_died(self, what: str, dead: list[int]) -> None:
         who = ", ".join(map(str, dead))
         print(
-            f"offbeat: WorkerLost: rank {self.liveness.rank} cannot go on: rank {who} gave no sign of life "
-            f"(its process has ended)",
+            f"offbeat: WorkerLost: rank {self.liveness.rank} {what}: rank {who} {NO_SIGN} (its process has ended)",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)
 
     def _lives(self, rank: int) -> bool:
         """Whether the rank's process is alive or has said goodbye; reconnects if its port was only read."""
