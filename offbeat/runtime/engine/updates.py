@@ -193,7 +193,6 @@ class Updates:
             else:
                 self._forget(component, parameter, set_to_none)
 
-    @torch.no_grad()
     def _forget(self, component: Component | None, parameter: torch.nn.Parameter, set_to_none: bool) -> None:
         """What torch's zero_grad() does to one parameter."""
         gradient = raw_gradient(parameter)
@@ -205,7 +204,8 @@ class Updates:
         elif gradient is None or gradient.grad_fn is not None:
             set_gradient(parameter, torch.zeros_like(parameter, requires_grad=False))
         else:
-            gradient.zero_()
+            with torch.no_grad():
+                gradient.zero_()
 
     def hides(self, parameter: torch.nn.Parameter) -> bool:
         """Whether an average of its gradient has not been shown nor forgotten."""
