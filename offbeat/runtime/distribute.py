@@ -210,7 +210,7 @@ class Runtime:
 
     def fit_if_outdated(self) -> None:
         """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
-        if self.engine.outdated:
+        if self.engine.outdated or self.engine.refrozen or self.structure.regrouped():
             self._fit_model()
 
     def _fit_model(self) -> None:

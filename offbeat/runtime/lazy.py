@@ -42,8 +42,7 @@ class WatchedParameter(torch.nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if value != _requires_grad.__get__(self):
-            # The plan no longer fits the model.
-            self._offbeat_watcher.outdated = True
+            self._offbeat_watcher.training_changed(self, value)
         _requires_grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:

@@ -50,16 +50,20 @@ class Structure:
 
     def changed(self, engine: Engine) -> bool:
         """Whether their content has changed."""
-        optimized = self._optimized()
-        if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:
+        known = self.registrations == _registrations[0] and not engine.refrozen
+        if known and not engine.outdated and not self.regrouped():
             return False
         if not all(isinstance(parameter, torch.nn.Parameter) for parameter in self.model.parameters()):
             return False
-        self.registrations = _registrations[0]
-        return engine.outdated or optimized != self.optimized or self._held() != self.held
+        self.registrations, engine.refrozen = _registrations[0], False
+        return engine.outdated or self.regrouped() or self._held() != self.held
+
+    def regrouped(self) -> bool:
+        """Whether the optimizer's parameter groups hold other parameters than when the plan was made."""
+        return self._optimized() != self.optimized
 
     def _held(self) -> list[tuple[int, bool]]:
         return [(id(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
 
-    def _optimized(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def _optimized(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]

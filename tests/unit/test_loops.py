@@ -367,3 +367,106 @@ def test_a_model_that_changes_before_its_first_step_is_watched_in_that_step_only
         assert not torch.overrides._get_current_function_mode_stack()
 
     assert_same(body, OVERLAP)
+
+
+def frozen(job: Job, *parts: str, kept: bool = False) -> None:
+    """A step in which these parts of the model are frozen."""
+    for part in parts:
+        job.model.get_submodule(part).requires_grad_(False)
+    if not kept:
+        job.optimizer.zero_grad()
+    job.backward(job.forward())
+    job.optimizer.step()
+    for part in parts:
+        job.model.get_submodule(part).requires_grad_(True)
+
+
+def plans_of(body: Callable[[Job], None], way: Way, optimizer: str = "sgd") -> int:
+    """How many plans a loop that equals the reference needs."""
+    plans = [None]
+
+    def counting(job: Job) -> None:
+        step(job)
+        if job.runtime is not None and job.world.rank == 0:
+            switch = job.runtime.switch
+            job.runtime.switch = lambda plan: (plans.append(plan), switch(plan))  # type: ignore[method-assign]
+        body(job)
+
+    assert_same(counting, way, optimizer=optimizer)
+    return len(plans)
+
+
+@pytest.mark.parametrize("optimizer", ["decay", "adamw"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_parts_that_take_turns_are_frozen_without_another_plan(optimizer: str, kept: bool) -> None:
+    """As the generator and the discriminator of one model; the gradients of the other part may be kept meanwhile."""
+
+    def body(job: Job) -> None:
+        for _ in range(3):
+            frozen(job, "head", kept=kept)
+            frozen(job, "first", "middle", kept=kept)
+            for parameter in job.model.parameters():
+                job.see("gradient", parameter.grad)
+        step(job)
+
+    assert plans_of(body, OVERLAP, optimizer) == 1
+
+
+def test_a_part_that_is_unfrozen_before_the_backward_pass_keeps_its_values() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.model.first.requires_grad_(False)
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.model.first.requires_grad_(True)
+            job.backward(loss)
+            job.optimizer.step()
+        step(job)
+
+    assert plans_of(body, OVERLAP) == 1
+
+
+def test_a_whole_model_may_be_frozen_for_a_while_with_servers() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.model.requires_grad_(False)
+            x = loop_models.batch(job.name, 7, job.world.rank)[0].requires_grad_()
+            job.model.head(job.model.hidden(x)).sum().backward()
+            job.forward()
+            job.model.requires_grad_(True)
+            step(job)
+
+    assert plans_of(body, SERVERS) == 1
+
+
+def test_what_stays_frozen_gets_a_plan_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.runtime.engine.frozen.LONG_STEPS", 3)
+
+    def body(job: Job) -> None:
+        job.model.first.requires_grad_(False)
+        for _ in range(5):
+            step(job)
+
+    assert plans_of(body, OVERLAP) == 2
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_may_change_their_groups(way: Way, late: bool) -> None:
+    """As many as before in each, between two steps or between backward() and step()."""
+
+    def body(job: Job) -> None:
+        job.optimizer.add_param_group({"params": list(job.model.head.parameters()), "lr": 0.5})
+        step(job)
+        step(job)
+        job.optimizer.zero_grad()
+        if late:
+            job.backward(job.forward())
+        first, second = job.optimizer.param_groups
+        first["params"][:2], second["params"][:] = second["params"][:], first["params"][:2]
+        if not late:
+            job.backward(job.forward())
+        job.optimizer.step()
+        step(job)
+
+    assert_same(body, way, held_back=True)

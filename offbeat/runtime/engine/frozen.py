@@ -1,0 +1,47 @@
+"""Variables that are frozen for the moment, as a discriminator is while the generator trains.
+
+The plan stays, because such loops freeze and unfreeze in every iteration. Zeros are sent for a frozen variable and
+nobody takes over the result: as in torch, `parameter.grad` stays what it was, and the optimizer does with it what it
+would do on one device. A variable that stays frozen gets a plan without it.
+"""
+
+import torch
+
+LONG_STEPS = 20
+"""After so many steps a frozen variable counts as frozen for good: sending zeros then costs more than another plan."""
+
+
+class FrozenVariables:
+    """Which variables of a plan are frozen now, and which were since the last backward pass."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], allowed: bool) -> None:
+        """`allowed` says whether the plan may stay: who updates pieces of variables needs a plan that fits."""
+        self.names = {id(parameter): name for name, parameter in parameters.items()} if allowed else {}
+        self.now: set[str] = set()
+        self.lately: set[str] = set()
+        """Those that were frozen at some time since the last backward pass."""
+        self.steps = 0
+        """Steps since the last change."""
+
+    def change(self, parameter: torch.Tensor, trains: bool) -> bool:
+        """A parameter is frozen or unfrozen; whether the plan can stay."""
+        name = self.names.get(id(parameter))
+        if name is None:
+            return False
+        self.steps = 0
+        if trains:
+            self.now.discard(name)
+        else:
+            self.now.add(name)
+            self.lately.add(name)
+        return True
+
+    def step_ends(self) -> bool:
+        """Whether something is frozen for so long now that a plan without it is due."""
+        self.steps += bool(self.now)
+        return self.steps >= LONG_STEPS
+
+    def backward_ends(self) -> set[str]:
+        """Variables that train now but were frozen at some time since the last backward pass."""
+        thawed, self.lately = self.lately - self.now, set(self.now)
+        return thawed
