@@ -6,11 +6,10 @@ import guest_changes  # noqa: F401 - registers its patterns
 import guest_loops  # noqa: F401 - as above
 import guest_parameters  # noqa: F401 - as above
 import torch
-from guest_job import MAKERS, PATTERNS, Job, Net
-from torch.nn.parallel import DistributedDataParallel
+from guest_job import MAKERS, PATTERNS, Job
+from guest_mistakes import MISTAKES
 from training import untimed_links
 
-import offbeat
 from offbeat.errors import OffbeatError
 
 
@@ -34,34 +33,9 @@ def guest(name: str, strategy: str) -> dict[str, Any]:
 
 def mistake(what: str) -> dict[str, Any]:
     """The sentence with which a mistake is refused."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        match what:
-            case "ddp before":
-                offbeat.distribute(DistributedDataParallel(net), optimizer)
-            case "ddp after":
-                DistributedDataParallel(offbeat.distribute(net, optimizer, "overlap")[0])
-            case "fsdp before":
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(net)
-                offbeat.distribute(net, optimizer)
-            case "fsdp after":
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(offbeat.distribute(net, optimizer, "overlap")[0])
-            case "zero redundancy":
-                from torch.distributed.optim import ZeroRedundancyOptimizer
-
-                optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-                offbeat.distribute(net, optimizer, "overlap")
-            case "absent later":
-                model, _ = offbeat.distribute(net, optimizer, "overlap")
-                model(torch.ones(2, 9)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                model.first(torch.ones(2, 9)).sum().backward()
+        with untimed_links():
+            MISTAKES[what]()
     except OffbeatError as error:
         return {"refused": str(error)}
     return {"refused": ""}

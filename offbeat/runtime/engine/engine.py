@@ -51,7 +51,7 @@ class Engine:
         self.outdated = False
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.refrozen = False
-        """Parameters were frozen or unfrozen: the plan no longer fits unless the same ones train as when it was made."""
+        """Parameters were frozen or unfrozen: the plan fits only if the same ones train as when it was made."""
         self.steps = 0
         self.began: Moment = 0.0
         self.ready: list[Moment] = [0.0] * len(self.synchronisers)

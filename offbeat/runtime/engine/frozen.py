@@ -22,13 +22,15 @@ class FrozenVariables:
         """Those that were frozen at some time since the last backward pass."""
         self.steps = 0
         """Steps since the last change."""
+        self.changes = 0
 
     def change(self, parameter: torch.Tensor, trains: bool) -> bool:
         """A parameter is frozen or unfrozen; whether the plan can stay."""
+        self.changes += 1
+        self.steps = 0
         name = self.names.get(id(parameter))
         if name is None:
             return False
-        self.steps = 0
         if trains:
             self.now.discard(name)
         else:

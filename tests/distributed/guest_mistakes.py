@@ -1,0 +1,162 @@
+"""What is refused: each mistake raises one sentence, before or instead of training wrongly."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from guest_job import Net
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.strategy import OperatorConfig, Strategy
+
+MISTAKES: dict[str, Callable[[], Any]] = {}
+"""By name: what raises an error."""
+
+
+def mistake_in(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        MISTAKES[name] = function
+        return function
+
+    return register
+
+
+class Around(nn.Module):
+    """A user's wrapper of a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _split_strategy() -> Strategy:
+    split = OperatorConfig(mesh=(dist.get_world_size(),), outputs=((0, -1),))
+    return Strategy(operators={"addmm": split})
+
+
+def _distributed(kind: str = "overlap") -> Any:
+    """A model with replicated variables, with split operators or fully sharded."""
+    net, batch = Net(), torch.ones(2, 9)
+    given = _split_strategy() if kind == "split" else kind
+    model, _ = offbeat.distribute(net, _sgd(net), given, example_inputs=None if kind == "overlap" else batch)
+    return model
+
+
+KINDS = ("overlap", "split", "fsdp")
+for _kind in KINDS:
+
+    @mistake_in(f"ddp before {_kind}")
+    def _(kind: str = _kind) -> None:
+        net = DistributedDataParallel(Net())
+        given = _split_strategy() if kind == "split" else kind
+        offbeat.distribute(net, _sgd(net), given, example_inputs=torch.ones(2, 9))
+
+    @mistake_in(f"ddp after {_kind}")
+    def _(kind: str = _kind) -> None:
+        DistributedDataParallel(_distributed(kind))
+
+    @mistake_in(f"ddp around a wrapper of {_kind}")
+    def _(kind: str = _kind) -> None:
+        DistributedDataParallel(Around(_distributed(kind)))
+
+    @mistake_in(f"a wrapper of {_kind}")
+    def _(kind: str = _kind) -> None:
+        model = Around(_distributed(kind))
+        offbeat.distribute(model, _sgd(model), "overlap")
+
+    @mistake_in(f"fsdp around a wrapper of {_kind}")
+    def _(kind: str = _kind) -> None:
+        FullyShardedDataParallel(Around(_distributed(kind)), device_id=torch.device("cpu"))
+
+    @mistake_in(f"Join of {_kind}")
+    def _(kind: str = _kind) -> None:
+        Join([_distributed(kind)])
+
+    if _kind == "overlap":
+        continue
+
+    @mistake_in(f"{_kind} twice")
+    def _(kind: str = _kind) -> None:
+        model = _distributed(kind)
+        offbeat.distribute(model, _sgd(model), "overlap")
+
+    @mistake_in(f"join of {_kind}")
+    def _(kind: str = _kind) -> None:
+        _distributed(kind).join()
+
+    @mistake_in(f"a copy of {_kind}")
+    def _(kind: str = _kind) -> None:
+        copy.deepcopy(_distributed(kind))
+
+    @mistake_in(f"a pickle of {_kind}")
+    def _(kind: str = _kind) -> None:
+        pickle.dumps(_distributed(kind).module)
+
+
+@mistake_in("a part of a distributed model")
+def _() -> None:
+    part = _distributed().middle
+    offbeat.distribute(part, _sgd(part), "overlap")
+
+
+@mistake_in("fsdp before")
+def _() -> None:
+    net = Net()
+    fully_shard(net)
+    offbeat.distribute(net, _sgd(net))
+
+
+@mistake_in("fsdp after")
+def _() -> None:
+    fully_shard(_distributed())
+
+
+@mistake_in("fsdp with original parameters inside")
+def _() -> None:
+    inner = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = Around(inner)
+    offbeat.distribute(model, _sgd(model))
+
+
+@mistake_in("zero redundancy")
+def _() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = Net()
+    offbeat.distribute(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1), "overlap")
+
+
+@mistake_in("absent later")
+def _() -> None:
+    net = Net()
+    model, optimizer = offbeat.distribute(net, _sgd(net), "overlap")
+    model(torch.ones(2, 9)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.first(torch.ones(2, 9)).sum().backward()
+
+
+@mistake_in("join with another divisor")
+def _() -> None:
+    with _distributed().join(divide_by_initial_world_size=False):
+        pass
+
+
+@mistake_in("join that throws")
+def _() -> None:
+    with _distributed().join(throw_on_early_termination=True):
+        pass
