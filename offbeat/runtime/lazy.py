@@ -49,6 +49,15 @@ class WatchedParameter(torch.nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """The hook sees this rank's own gradient, as with DDP: the engine takes it away after the last hook."""
+        handle = super().register_post_accumulate_grad_hook(hook)
+        self._offbeat_watcher.arrivals.observe_last(self)
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(torch.nn.Parameter(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
         """A plain parameter, detached from the job."""
         if id(self) not in memo:

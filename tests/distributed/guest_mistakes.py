@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat.strategy import OperatorConfig, Strategy
+from offbeat.strategy import OperatorConfig, Shard, Strategy, VariableConfig
 
 MISTAKES: dict[str, Callable[[], Any]] = {}
 """By name: what raises an error."""
@@ -160,3 +161,61 @@ def _() -> None:
 def _() -> None:
     with _distributed().join(throw_on_early_termination=True):
         pass
+
+
+@mistake_in("a closure in join")
+def _() -> None:
+    net = Net()
+    model, optimizer = offbeat.distribute(net, _sgd(net), "overlap")
+    with model.join():
+        model(torch.ones(2, 9)).sum().backward()
+        optimizer.step(lambda: 0.0)
+
+
+@mistake_in("frozen in join")
+def _() -> None:
+    net = Net()
+    model, optimizer = offbeat.distribute(net, _sgd(net), "overlap")
+    with model.join():
+        for step in range(2):
+            model(torch.ones(2, 9)).sum().backward()
+            optimizer.step()
+            model.first.requires_grad_(step == 1)
+
+
+@mistake_in("asynchronous in join")
+def _() -> None:
+    net = Net()
+    names = [name for name, _ in net.named_parameters()]
+    server = Shard(synchronizer="parameter_server", placement=(0,), asynchronous=True)
+    strategy = Strategy(variables=dict.fromkeys(names, VariableConfig(shards=(server,))))
+    model, _ = offbeat.distribute(net, _sgd(net), strategy)
+    try:
+        with model.join():
+            pass
+    finally:
+        dist.barrier()
+        model._offbeat.release()
+
+
+class Repeated(Net):
+    """Recomputes its middle as often as it is told."""
+
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        for _ in range(self.times):
+            hidden = checkpoint(self.middle, hidden, use_reentrant=True)
+        return self.head(hidden)
+
+
+@mistake_in("a checkpoint used more often later")
+def _() -> None:
+    net = Repeated()
+    model, optimizer = offbeat.distribute(net, _sgd(net), "overlap")
+    for times in (1, 1, 2):
+        net.times = times
+        optimizer.zero_grad()
+        model(torch.ones(2, 9)).sum().backward()
+        optimizer.step()

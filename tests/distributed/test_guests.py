@@ -58,6 +58,10 @@ TORCHS = ("fsdp around a wrapper of", "fsdp")
         ("absent later", "find_unused_parameters=True"),
         ("join with another divisor", "always divide by the number of all ranks"),
         ("join that throws", "ranks without data follow the others"),
+        ("a closure in join", "step() with a closure inside join()"),
+        ("frozen in join", "has changed inside join()"),
+        ("asynchronous in join", "join() is for synchronous strategies"),
+        ("a checkpoint used more often later", "needs use_reentrant=False"),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(pools: Pools, what: str, sentence: str) -> None:

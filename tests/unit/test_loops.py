@@ -1,5 +1,6 @@
 """Training loops that once went wrong, each against averaging by hand on ranks in memory."""
 
+import ctypes
 import pickle
 from collections.abc import Callable
 
@@ -470,3 +471,85 @@ def test_parameters_may_change_their_groups(way: Way, late: bool) -> None:
         step(job)
 
     assert_same(body, way, held_back=True)
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP, ("ddp", 0, "barrier", True)])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_hook_after_accumulation_sees_and_changes_this_ranks_own_gradient(way: Way, early: bool) -> None:
+    """As with DDP; registered before distribute() or after it."""
+
+    def hook(job: Job) -> Callable[[torch.Tensor], None]:
+        def see(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            job.see("own gradient", parameter.grad)
+            parameter.grad.mul_(0.5)
+
+        return see
+
+    def body(job: Job) -> None:
+        if early and job.runtime is not None:
+            job.runtime.release()
+        for parameter in job.model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook(job))
+        job.model.head.weight.register_hook(lambda gradient: gradient * 3)
+        if early:
+            job.distribute(way)
+        for _ in range(3):
+            step(job)
+        job.backward(job.forward())
+        job.optimizer.step()
+
+    assert_same(body, way)
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+def test_a_graph_may_be_used_by_two_backward_passes(way: Way) -> None:
+    def body(job: Job) -> None:
+        for _ in range(3):
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.backward(loss, retain_graph=True)
+            job.backward(loss)
+            job.optimizer.step()
+
+    assert_same(body, way)
+
+
+def test_factors_of_a_graph_that_is_used_twice_are_sent_twice() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        loss = job.forward()
+        job.backward(loss, retain_graph=True)
+        job.backward(loss)
+        job.optimizer.step()
+
+    assert_same(body, FACTORS, "tied")
+
+
+def without_a_name(pointer: int, count: int) -> torch.Tensor:
+    """Copies memory that nobody knows to belong to a tensor."""
+    return torch.tensor((ctypes.c_double * count).from_address(pointer)[:], dtype=torch.float64)
+
+
+READING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "data_ptr": lambda p: without_a_name(p.data_ptr(), p.numel()),
+    "untyped_storage": lambda p: without_a_name(p.untyped_storage().data_ptr(), p.numel()),
+    "repr": lambda p: torch.tensor(bytearray(repr(p).encode())),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).clone(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()).clone(),
+}
+
+
+@pytest.mark.parametrize("way", sorted(READING))
+def test_an_update_that_is_outstanding_is_applied_before_it_is_read(way: str) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for _ in range(2):
+            step(job)
+            if job.runtime is not None:
+                assert job.runtime.engine.updates.outstanding
+            for parameter in job.model.parameters():
+                job.see(way, READING[way](parameter))
+
+    assert_same(body, OVERLAP)
