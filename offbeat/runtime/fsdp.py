@@ -46,6 +46,7 @@ class FsdpRuntime:
         fsdp = plan.strategy.fsdp
         assert fsdp is not None
         self.model = model
+        self.optimizer = optimizer
         self.plan = plan
         self.history: list[Decision] = []
         begin(model, optimizer)

@@ -49,7 +49,10 @@ class DistributedModel(ModelHooks):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Wraps a training loop that some ranks leave early because they have less data."""
+        """Wraps a training loop that some ranks leave early because they have less data.
+
+        As with DDP's `join()`, `enable=False` does nothing; the other arguments must have their defaults.
+        """
         return join(
             self._offbeat,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -133,13 +136,14 @@ class Outer(_Module):
         if own is not None:
             return own
         inner_class = with_mixin(self._offbeat_inner, self._offbeat.model_class)
-        inner = inner_class.__new__(inner_class)
+        # FSDPModule's __new__ makes an object of another class.
+        inner = object.__new__(inner_class)
         object.__setattr__(inner, "__dict__", self.__dict__)
         return inner
 
 
 class OuterModel(Outer, DistributedModel):
-    """The model as distribute() returns it."""
+    """The model as distribute() returns it: with `module`, which scripts written for DDP use."""
 
     _offbeat_inner = DistributedModel
 

@@ -49,9 +49,9 @@ def _split_strategy() -> Strategy:
     return Strategy(operators={"addmm": split})
 
 
-def _distributed(kind: str = "overlap") -> Any:
+def distributed_model(kind: str = "overlap") -> Any:
     """A model with replicated variables, with split operators or fully sharded."""
-    net, batch = Net(), torch.ones(2, 9)
+    net, batch = Net().double(), torch.ones(4, 9).double()
     given = _split_strategy() if kind == "split" else kind
     model, _ = offbeat.distribute(net, _sgd(net), given, example_inputs=None if kind == "overlap" else batch)
     return model
@@ -68,49 +68,49 @@ for _kind in KINDS:
 
     @mistake_in(f"ddp after {_kind}")
     def _(kind: str = _kind) -> None:
-        DistributedDataParallel(_distributed(kind))
+        DistributedDataParallel(distributed_model(kind))
 
     @mistake_in(f"ddp around a wrapper of {_kind}")
     def _(kind: str = _kind) -> None:
-        DistributedDataParallel(Around(_distributed(kind)))
+        DistributedDataParallel(Around(distributed_model(kind)))
 
     @mistake_in(f"a wrapper of {_kind}")
     def _(kind: str = _kind) -> None:
-        model = Around(_distributed(kind))
+        model = Around(distributed_model(kind))
         offbeat.distribute(model, _sgd(model), "overlap")
 
     @mistake_in(f"fsdp around a wrapper of {_kind}")
     def _(kind: str = _kind) -> None:
-        FullyShardedDataParallel(Around(_distributed(kind)), device_id=torch.device("cpu"))
+        FullyShardedDataParallel(Around(distributed_model(kind)), device_id=torch.device("cpu"))
 
     @mistake_in(f"Join of {_kind}")
     def _(kind: str = _kind) -> None:
-        Join([_distributed(kind)])
+        Join([distributed_model(kind)])
 
     if _kind == "overlap":
         continue
 
     @mistake_in(f"{_kind} twice")
     def _(kind: str = _kind) -> None:
-        model = _distributed(kind)
+        model = distributed_model(kind)
         offbeat.distribute(model, _sgd(model), "overlap")
 
     @mistake_in(f"join of {_kind}")
     def _(kind: str = _kind) -> None:
-        _distributed(kind).join()
+        distributed_model(kind).join()
 
     @mistake_in(f"a copy of {_kind}")
     def _(kind: str = _kind) -> None:
-        copy.deepcopy(_distributed(kind))
+        copy.deepcopy(distributed_model(kind))
 
     @mistake_in(f"a pickle of {_kind}")
     def _(kind: str = _kind) -> None:
-        pickle.dumps(_distributed(kind).module)
+        pickle.dumps(distributed_model(kind).module)
 
 
 @mistake_in("a part of a distributed model")
 def _() -> None:
-    part = _distributed().middle
+    part = distributed_model().middle
     offbeat.distribute(part, _sgd(part), "overlap")
 
 
@@ -123,7 +123,7 @@ def _() -> None:
 
 @mistake_in("fsdp after")
 def _() -> None:
-    fully_shard(_distributed())
+    fully_shard(distributed_model())
 
 
 @mistake_in("fsdp with original parameters inside")
@@ -153,13 +153,13 @@ def _() -> None:
 
 @mistake_in("join with another divisor")
 def _() -> None:
-    with _distributed().join(divide_by_initial_world_size=False):
+    with distributed_model().join(divide_by_initial_world_size=False):
         pass
 
 
 @mistake_in("join that throws")
 def _() -> None:
-    with _distributed().join(throw_on_early_termination=True):
+    with distributed_model().join(throw_on_early_termination=True):
         pass
 
 

@@ -24,6 +24,19 @@ def test_pattern_equals_averaging_by_hand(pools: Pools, pattern: str, strategy: 
         assert answer["trained"]
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize(("strategy", "mode"), [("overlap", "deferred"), ("ddp", "barrier")])
+def test_a_plain_loop_equals_torchs_ddp_bit_for_bit(pools: Pools, strategy: str, mode: str, optimizer: str) -> None:
+    for answer in pools(2).call("as_with_ddp", optimizer=optimizer, strategy=strategy):
+        assert answer == {"equal": True, "mode": mode}
+
+
+@pytest.mark.parametrize("kind", ["split", "fsdp"])
+def test_models_that_are_spread_over_ranks_have_module_and_no_sync(pools: Pools, kind: str) -> None:
+    for answer in pools(2).call("spread_as_with_ddp", kind=kind):
+        assert max(answer.values()) < 1e-10
+
+
 WRAPPED = "wrapped in DistributedDataParallel: remove the wrapper"
 SENTENCES = {
     "ddp before": WRAPPED,
@@ -39,6 +52,7 @@ SPREAD = {
     "a pickle of {}": "call state_dict() on every rank, and load the result into a plain model",
     "{} twice": "which cannot be undone: distribute a new one",
 }
+SHARED = ("Join of", "join of", "a copy of", "a pickle of")
 KINDS = ("overlap", "split", "fsdp")
 TORCHS = ("fsdp around a wrapper of", "fsdp")
 """What torch refuses itself."""
@@ -48,7 +62,10 @@ TORCHS = ("fsdp around a wrapper of", "fsdp")
     ("what", "sentence"),
     [
         *((f"{what} {kind}", text) for what, text in SENTENCES.items() for kind in KINDS if (what, kind) != TORCHS),
-        *((what.format(kind), sentence) for what, sentence in SPREAD.items() for kind in KINDS[1:]),
+        *((what.format("split"), sentence) for what, sentence in SPREAD.items()),
+        ("fsdp twice", SPREAD["{} twice"]),
+        # The code is that of split operators.
+        *(pytest.param(f"{what} fsdp", SPREAD[f"{what} {{}}"], marks=pytest.mark.slow) for what in SHARED),
         ("Join of overlap", "use `with model.join():`"),
         ("a part of a distributed model", "belongs to another model that Offbeat distributes"),
         ("fsdp before", "already sharded"),
