@@ -171,7 +171,7 @@ class Runtime:
         self.buffers.adopt(buffers)
         self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
-        self.engine.frozen.changes = old.frozen.changes
+        self.engine.frozen.adopt(old.frozen)
         scatter_state(self.engine, state)
         self._after_first_step()
         # The two refer to each other, and the engine's buffers are as large as the model: they must go now. To collect

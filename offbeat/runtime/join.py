@@ -40,6 +40,7 @@ def join(
         raise StrategyError("join() is for synchronous strategies: asynchronous servers never wait for other ranks")
 
     runtime.fit_model()
+    runtime.engine.frozen.held = True
     changes = runtime.engine.frozen.changes
 
     def before_forward() -> None:
@@ -73,6 +74,7 @@ def join(
         _accompany(runtime)
     finally:
         runtime.step_hooks.remove(publish)
+        runtime.engine.frozen.held = False
 
 
 def refuse_change() -> None:
@@ -94,7 +96,8 @@ def _accompany(runtime: "Runtime") -> None:
         runtime.buffers.due = met.synchronise
         if met.synchronise:
             for parameter in runtime.engine.parameters.values():
-                parameter.grad = None
+                if parameter.requires_grad:
+                    parameter.grad = None
             runtime.engine.backward_without_gradients()
     # The last rank's buffers are everybody's in the end.
     runtime.buffers.drop()

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from offbeat.runtime.engine import Engine
+from offbeat.runtime.lazy import can_be_lazy
 
 _registrations = [0]
 """Number of registrations: torch's hooks are per process, so there is one count."""
@@ -47,6 +48,8 @@ class Structure:
         self.parameters = list(model.parameters())
         self.held = self._held()
         self.optimized = self._optimized()
+        self.unwatched = [(p, p.requires_grad) for p in self.parameters if not can_be_lazy(p)]
+        """Parameters of classes of their own, which do not tell that they are frozen or unfrozen."""
 
     def changed(self, engine: Engine) -> bool:
         """Whether their content has changed."""
@@ -59,7 +62,9 @@ class Structure:
         return engine.outdated or self.regrouped() or self._held() != self.held
 
     def regrouped(self) -> bool:
-        """Whether the optimizer's parameter groups hold other parameters than when the plan was made."""
+        """Whether other parameters are in the optimizer's groups, or of those that do not tell, other ones train."""
+        if any(parameter.requires_grad != before for parameter, before in self.unwatched):
+            return True
         return self._optimized() != self.optimized
 
     def _held(self) -> list[tuple[int, bool]]:

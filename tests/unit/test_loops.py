@@ -9,6 +9,7 @@ import pytest
 import torch
 from loop_job import Job, Way
 from random_loops import Loop, compare
+from torch import nn
 
 SERVERS: Way = ("ps_load_balanced", 0, "auto", True)
 SHARDED: Way = ("sharded", 0, "auto", True)
@@ -551,5 +552,36 @@ def test_an_update_that_is_outstanding_is_applied_before_it_is_read(way: str) ->
                 assert job.runtime.engine.updates.outstanding
             for parameter in job.model.parameters():
                 job.see(way, READING[way](parameter))
+
+    assert_same(body, OVERLAP)
+
+
+class Marked(nn.Parameter):
+    """A parameter of a user's class."""
+
+
+def test_a_parameter_of_a_class_of_its_own_may_be_frozen_and_unfrozen() -> None:
+    def body(job: Job) -> None:
+        bias = job.model.head.bias = Marked(job.model.head.bias.detach())
+        job.optimizer.param_groups[0]["params"][-1] = bias
+        for trains in (False, True, True, False, True):
+            bias.requires_grad_(trains)
+            step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_gradients_of_frozen_parts_stay_where_ranks_run_out_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.runtime.engine.frozen.LONG_STEPS", 2)
+
+    def optimize(job: Job) -> None:
+        job.optimizer.step()
+        job.model.head.zero_grad()
+
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.join([1, 2, 4], 1, lambda: optimize(job))
+        step(job)
 
     assert_same(body, OVERLAP)

@@ -23,6 +23,8 @@ class FrozenVariables:
         self.steps = 0
         """Steps since the last change."""
         self.changes = 0
+        self.held = False
+        """The plan must stay for now, however long something is frozen."""
 
     def change(self, parameter: torch.Tensor, trains: bool) -> bool:
         """A parameter is frozen or unfrozen; whether the plan can stay."""
@@ -38,10 +40,14 @@ class FrozenVariables:
             self.lately.add(name)
         return True
 
+    def adopt(self, other: "FrozenVariables") -> None:
+        """Takes over from another plan of the same model."""
+        self.changes, self.held = other.changes, other.held
+
     def step_ends(self) -> bool:
         """Whether something is frozen for so long now that a plan without it is due."""
         self.steps += bool(self.now)
-        return self.steps >= LONG_STEPS
+        return self.steps >= LONG_STEPS and not self.held
 
     def backward_ends(self) -> set[str]:
         """Variables that train now but were frozen at some time since the last backward pass."""
