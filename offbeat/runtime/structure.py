@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine.frozen import FrozenVariables
 from offbeat.runtime.lazy import can_be_lazy
 
 _registrations = [0]
@@ -46,7 +47,7 @@ class Structure:
         self.registrations = _registrations[0]
         _watched.update(map(id, model.modules()))
         self.parameters = list(model.parameters())
-        self.held = self._held()
+        self.held = [(id(parameter), parameter.requires_grad) for parameter in self.parameters]
         self.optimized = self._optimized()
         self.unwatched = [(p, p.requires_grad) for p in self.parameters if not can_be_lazy(p)]
         """Parameters of classes of their own, which do not tell that they are frozen or unfrozen."""
@@ -59,7 +60,7 @@ class Structure:
         if not all(isinstance(parameter, torch.nn.Parameter) for parameter in self.model.parameters()):
             return False
         self.registrations, engine.refrozen = _registrations[0], False
-        return engine.outdated or self.regrouped() or self._held() != self.held
+        return engine.outdated or self.regrouped() or self._held(engine.frozen) != self.held
 
     def regrouped(self) -> bool:
         """Whether other parameters are in the optimizer's groups, or of those that do not tell, other ones train."""
@@ -67,8 +68,9 @@ class Structure:
             return True
         return self._optimized() != self.optimized
 
-    def _held(self) -> list[tuple[int, bool]]:
-        return [(id(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+    def _held(self, frozen: FrozenVariables) -> list[tuple[int, bool]]:
+        # What the plan lets be frozen for the moment counts as it did: registrations may be noticed on one rank alone.
+        return [(id(p), p.requires_grad or frozen.spares(p)) for p in self.model.parameters()]
 
     def _optimized(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]

@@ -585,3 +585,31 @@ def test_gradients_of_frozen_parts_stay_where_ranks_run_out_of_data(monkeypatch:
         step(job)
 
     assert_same(body, OVERLAP)
+
+
+def test_a_part_that_is_frozen_before_the_backward_pass_gets_no_gradient() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for _ in range(3):
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.model.first.requires_grad_(False)
+            job.backward(loss)
+            job.optimizer.step()
+            job.model.first.requires_grad_(True)
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_ranks_keep_one_plan_though_only_one_of_them_registers_modules() -> None:
+    """Ids of modules are used again, so that registrations elsewhere may count on one rank alone."""
+
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        if job.world.rank == 1:
+            job.model.head.weight = job.model.head.weight
+        step(job)
+
+    assert plans_of(body, OVERLAP) == 1

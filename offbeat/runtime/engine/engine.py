@@ -193,7 +193,7 @@ class Engine:
             self.updates.settle_all()
         else:
             self.updates.settle_aliased()
-        self.refrozen |= self.frozen.step_ends()
+        self.outdated |= self.frozen.step_ends()
         self._run_hooks()
 
     def _run_hooks(self) -> None:

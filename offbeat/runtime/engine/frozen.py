@@ -40,13 +40,17 @@ class FrozenVariables:
             self.lately.add(name)
         return True
 
+    def spares(self, parameter: torch.Tensor) -> bool:
+        """Whether it is frozen for the moment."""
+        return self.names.get(id(parameter)) in self.now
+
     def adopt(self, other: "FrozenVariables") -> None:
         """Takes over from another plan of the same model."""
         self.changes, self.held = other.changes, other.held
 
     def step_ends(self) -> bool:
-        """Whether something is frozen for so long now that a plan without it is due."""
-        self.steps += bool(self.now)
+        """Whether a part is frozen for so long now that a plan without it is due."""
+        self.steps += 0 < len(self.now) < len(self.names)
         return self.steps >= LONG_STEPS and not self.held
 
     def backward_ends(self) -> set[str]:
