@@ -49,6 +49,8 @@ class Structure:
         self.parameters = list(model.parameters())
         self.held = [(id(parameter), parameter.requires_grad) for parameter in self.parameters]
         self.optimized = self._optimized()
+        # As long as these exist, no other parameter has one of their ids.
+        self.kept = [group["params"][:] for group in optimizer.param_groups]
         self.unwatched = [(p, p.requires_grad) for p in self.parameters if not can_be_lazy(p)]
         """Parameters of classes of their own, which do not tell that they are frozen or unfrozen."""
 
