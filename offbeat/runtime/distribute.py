@@ -8,8 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
@@ -23,6 +21,7 @@ from offbeat.runtime.engine import Engine, Mode, Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.forward import ForwardGate
 from offbeat.runtime.handle import Decision
+from offbeat.runtime.join import refuse_change
 from offbeat.runtime.lazy import AliasCheck, can_be_lazy
 from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.memory import apply_memory_strategy
@@ -31,9 +30,10 @@ from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.server import Server
 from offbeat.runtime.structure import Structure, watch_structure
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
+from offbeat.runtime.wrapping import begin, check_unwrapped
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
-from offbeat.torch_private import has_step_hooks, hooks_of, is_flat_parameter, keep_counting, uncompiled
+from offbeat.torch_private import has_step_hooks, hooks_of, keep_counting, uncompiled
 
 log = logging.getLogger("offbeat")
 
@@ -52,11 +52,7 @@ class Runtime:
     ) -> None:
         """`world` is the job; the default process group's if it is not given."""
         self.world = world or torch_world()
-        check_unwrapped(model)
-        for target in (model, optimizer):
-            attached = vars(target).get("_offbeat")
-            if attached is not None:
-                attached.release()
+        begin(model, optimizer)
         self.model = model
         self.model_class: Any = type(model)
         self.optimizer = optimizer
@@ -77,8 +73,10 @@ class Runtime:
         """Steps taken, by all plans together."""
         self.step_hooks: list[Callable[[], None]] = [self._count_step]
         """Called at the end of every step, whatever the plan."""
-        self.before_forward: list[Callable[[], None]] = [self._fit_model]
+        self.before_forward: list[Callable[[], None]] = [self.fit_model]
         """Called before every forward of the model, whatever the plan."""
+        self.uncompiled: Any = torch.compiler.disable(_call)
+        """Calls a function that torch.compile must leave alone, as it would trace into the engine."""
         self.before_step: list[Callable[[], None]] = []
         """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
@@ -173,6 +171,7 @@ class Runtime:
         self.buffers.adopt(buffers)
         self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
+        self.engine.frozen.adopt(old.frozen)
         scatter_state(self.engine, state)
         self._after_first_step()
         # The two refer to each other, and the engine's buffers are as large as the model: they must go now. To collect
@@ -210,13 +209,20 @@ class Runtime:
 
     def fit_if_outdated(self) -> None:
         """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
-        if self.engine.outdated:
-            self._fit_model()
+        if self.engine.outdated or self.engine.refrozen or self.structure.regrouped():
+            self.fit_model()
 
-    def _fit_model(self) -> None:
+    def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Drops gradients of these parameters."""
+        self.fit_if_outdated()
+        self.engine.zero_grad(set_to_none, parameters)
+
+    def fit_model(self) -> None:
         """Rebuilds the plan if the training loop has changed the model or the optimizer; all ranks call it together."""
         if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
+        if self.before_step:
+            refuse_change()
         graph = skeleton(self.model)
         if not graph.variables:
             return
@@ -292,6 +298,10 @@ class Runtime:
         return plain
 
 
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
 def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: timedelta, world: World) -> None:
     """Keeps parameters for the replicas until they have ended, on a rank that holds none."""
     check_unwrapped(model)
@@ -301,22 +311,6 @@ def serve(model: torch.nn.Module, optimizer: Optimizer, plan: Plan, timeout: tim
     world.watch(range(world.size))
     share_state([*model.parameters(), *model.buffers()], world, plan)
     Server(model, optimizer, parameters, plan, timeout, world).serve()
-
-
-def check_unwrapped(model: torch.nn.Module) -> None:
-    """Another averaging or sharding on top of Offbeat's would corrupt the training."""
-    for path, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            where = f"its module {path!r}" if path else "it"
-            raise StrategyError(
-                f"distribute() needs the plain model, but {where} is wrapped in DistributedDataParallel: "
-                f"remove the wrapper, or pass its .module"
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or is_flat_parameter(parameter):
-            raise StrategyError(
-                f"parameter {name!r} is already sharded (FSDP or a DTensor): Offbeat distributes plain models only"
-            )
 
 
 def _check_messages(plan: Plan, optimizer_class: type[Optimizer], device: torch.device) -> None:

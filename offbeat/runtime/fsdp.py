@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,13 @@ from offbeat.errors import StrategyError
 from offbeat.plan import Plan
 from offbeat.runtime.checkpoint import map_state
 from offbeat.runtime.comm import TorchWorld
-from offbeat.runtime.distribute import check_ranks_agree, check_unwrapped, variables_of
+from offbeat.runtime.distribute import check_ranks_agree, variables_of
 from offbeat.runtime.handle import Decision, Handle
 from offbeat.runtime.memory import MicroBatches, apply_memory_strategy
-from offbeat.runtime.mixins import with_mixin
+from offbeat.runtime.mixins import Outer, SpreadModel, with_mixin
+from offbeat.runtime.wrapping import begin
 from offbeat.strategy import FullyShard
 from offbeat.torch_private import gather_asynchronously
-
-if TYPE_CHECKING:
-    _Sharded = Any
-else:
-    _Sharded = object
 
 log = logging.getLogger("offbeat")
 
@@ -50,12 +46,10 @@ class FsdpRuntime:
         fsdp = plan.strategy.fsdp
         assert fsdp is not None
         self.model = model
+        self.optimizer = optimizer
         self.plan = plan
         self.history: list[Decision] = []
-        attached = vars(model).get("_offbeat")
-        if attached is not None:
-            attached.release()
-        check_unwrapped(model)
+        begin(model, optimizer)
         variables_of(model, plan)
         check_ranks_agree(plan, world)
         _share_state(model, world)
@@ -73,7 +67,8 @@ class FsdpRuntime:
             reduced = SimpleNamespace(parameters=self.parameters, arrivals=SimpleNamespace(synchronise=True))
             self.micro_batches = MicroBatches(call, plan.strategy.accumulation, lambda: reduced)
         model._offbeat = optimizer._offbeat = self
-        model.__class__ = with_mixin(FullyShardedModel, type(model))
+        self.model_class: Any = type(model)
+        model.__class__ = with_mixin(OuterFullyShardedModel, type(model))
         # Torch marks the hook it is given, which a bound method does not allow.
         model.register_state_dict_post_hook(partial(self._gather_model))
         model.register_load_state_dict_pre_hook(self._scatter_model)
@@ -112,7 +107,7 @@ class FsdpRuntime:
         raise StrategyError("this model is already fully sharded, which cannot be undone: distribute a new one")
 
 
-class FullyShardedModel(_Sharded):
+class FullyShardedModel(SpreadModel):
     """A model that torch's `fully_shard` trains on all ranks."""
 
     _offbeat: FsdpRuntime
@@ -130,13 +125,16 @@ class FullyShardedModel(_Sharded):
         finally:
             self.set_requires_gradient_sync(True)
 
-    def flush(self) -> None:
-        """Returns at once: every parameter holds its newest value when `step()` has ended."""
-
     @property
     def offbeat(self) -> Handle:
         """The current plan, and a way to save it."""
         return Handle(self._offbeat)
+
+
+class OuterFullyShardedModel(Outer, FullyShardedModel):
+    """The model as distribute() returns it."""
+
+    _offbeat_inner = FullyShardedModel
 
 
 def apply_units(model: nn.Module, fsdp: FullyShard, mesh: DeviceMesh) -> None:

@@ -20,16 +20,38 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def join(runtime: "Runtime") -> Generator[None, None, None]:
+def join(
+    runtime: "Runtime", *, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool
+) -> Generator[None, None, None]:
     """Wraps a training loop that may end earlier on some ranks; one forward for each backward pass."""
+    if not divide_by_initial_world_size:
+        raise StrategyError(
+            "join(divide_by_initial_world_size=False): Offbeat's averages always divide by the number of all ranks"
+        )
+    if throw_on_early_termination:
+        raise StrategyError(
+            "join(throw_on_early_termination=True): Offbeat's ranks without data follow the others to the end; give "
+            "all ranks equally many batches to do without join()"
+        )
+    if not enable:
+        yield
+        return
     if any(message.asynchronous for message in runtime.plan.messages):
         raise StrategyError("join() is for synchronous strategies: asynchronous servers never wait for other ranks")
 
+    runtime.fit_model()
+    runtime.engine.frozen.held = True
+    changes = runtime.engine.frozen.changes
+
     def before_forward() -> None:
+        if runtime.engine.frozen.changes != changes:
+            refuse_change()
         if torch.is_grad_enabled() and runtime.model.training:
             _meet(runtime, synchronise=runtime.engine.arrivals.synchronise)
 
     def before_step() -> None:
+        if runtime.engine.frozen.changes != changes:
+            refuse_change()
         _meet(runtime, step=True)
 
     def publish() -> None:
@@ -52,6 +74,14 @@ def join(runtime: "Runtime") -> Generator[None, None, None]:
         _accompany(runtime)
     finally:
         runtime.step_hooks.remove(publish)
+        runtime.engine.frozen.held = False
+
+
+def refuse_change() -> None:
+    raise StrategyError(
+        "the model or its optimizer has changed inside join(), where ranks without data cannot follow: freeze or "
+        "replace parts before it"
+    )
 
 
 def _accompany(runtime: "Runtime") -> None:
@@ -66,7 +96,8 @@ def _accompany(runtime: "Runtime") -> None:
         runtime.buffers.due = met.synchronise
         if met.synchronise:
             for parameter in runtime.engine.parameters.values():
-                parameter.grad = None
+                if parameter.requires_grad:
+                    parameter.grad = None
             runtime.engine.backward_without_gradients()
     # The last rank's buffers are everybody's in the end.
     runtime.buffers.drop()

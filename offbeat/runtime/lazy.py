@@ -42,13 +42,21 @@ class WatchedParameter(torch.nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if value != _requires_grad.__get__(self):
-            # The plan no longer fits the model.
-            self._offbeat_watcher.outdated = True
+            self._offbeat_watcher.training_changed(self, value)
         _requires_grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         self.requires_grad = requires_grad
         return self
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """The hook sees this rank's own gradient, as with DDP: the engine takes it away after the last hook."""
+        handle = super().register_post_accumulate_grad_hook(hook)
+        self._offbeat_watcher.arrivals.observe_last(self)
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(torch.nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
         """A plain parameter, detached from the job."""

@@ -17,12 +17,14 @@ from offbeat.errors import StrategyError
 from offbeat.runtime.checkpoint import gather_state, scatter_state
 from offbeat.runtime.handle import Handle
 from offbeat.runtime.join import join
+from offbeat.runtime.wrapping import already_distributed
 from offbeat.torch_private import ModelHooks, registries
 
 if TYPE_CHECKING:
+    from torch.nn import Module as _Module
     from torch.optim import Optimizer as _Optimizer
 else:
-    _Optimizer = object
+    _Module = _Optimizer = object
 
 
 class DistributedModel(ModelHooks):
@@ -41,17 +43,34 @@ class DistributedModel(ModelHooks):
         finally:
             runtime.engine.arrivals.synchronise = before
 
-    def join(self) -> AbstractContextManager[None]:
-        """Wraps a training loop that some ranks leave early because they have less data."""
-        return join(self._offbeat)
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Wraps a training loop that some ranks leave early because they have less data.
+
+        As with DDP's `join()`, `enable=False` does nothing; the other arguments must have their defaults.
+        """
+        return join(
+            self._offbeat,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **_: Any) -> Any:
+        raise StrategyError(
+            "torch.distributed.algorithms.Join cannot follow this model: use `with model.join():` around the loop"
+        )
 
     def flush(self) -> None:
         """Waits for pending updates, including stale ones, so that every parameter has its newest value."""
         self._offbeat.engine.drain()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._offbeat.fit_if_outdated()
-        self._offbeat.engine.zero_grad(set_to_none, self.parameters())
+        self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, list(self.parameters()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A plain model with the newest values, detached from the job."""
@@ -67,10 +86,7 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.outdated = True
 
     def _before_wrapping(self, wrapper: str) -> None:
-        raise StrategyError(
-            f"Offbeat already distributes this model: remove {wrapper}, which would exchange its gradients "
-            f"a second time"
-        )
+        already_distributed(wrapper)
 
     @property
     def offbeat(self) -> Handle:
@@ -78,8 +94,40 @@ class DistributedModel(ModelHooks):
         return Handle(self._offbeat)
 
 
-class OuterModel(DistributedModel):
-    """The model as distribute() returns it: with `module`, which scripts written for DDP use."""
+class SpreadModel(_Module):
+    """A model whose variables are spread over the ranks, so that no rank alone can make a plain copy of it."""
+
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        raise StrategyError(
+            "join() needs a whole model on every rank, and the variables of this one are spread over ranks: give all "
+            "ranks equally many batches"
+        )
+
+    join_hook = join
+
+    def flush(self) -> None:
+        """Returns at once: every parameter holds its newest value when `step()` has ended."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return _refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _refuse_copy()
+
+
+def _refuse_copy() -> Any:
+    raise StrategyError(
+        "this model's variables are spread over ranks, so it cannot be copied or pickled: call state_dict() on every "
+        "rank, and load the result into a plain model"
+    )
+
+
+class Outer(_Module):
+    """Gives a model as distribute() returns it `module`, which scripts written for DDP use."""
+
+    _offbeat: Any
+    _offbeat_inner: type
+    """What the model is without this attribute."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -87,10 +135,17 @@ class OuterModel(DistributedModel):
         own = registries(self)[2].get("module")
         if own is not None:
             return own
-        inner_class = with_mixin(DistributedModel, self._offbeat.model_class)
-        inner = inner_class.__new__(inner_class)
+        inner_class = with_mixin(self._offbeat_inner, self._offbeat.model_class)
+        # FSDPModule's __new__ makes an object of another class.
+        inner = object.__new__(inner_class)
         object.__setattr__(inner, "__dict__", self.__dict__)
         return inner
+
+
+class OuterModel(Outer, DistributedModel):
+    """The model as distribute() returns it: with `module`, which scripts written for DDP use."""
+
+    _offbeat_inner = DistributedModel
 
 
 class DistributedOptimizer(_Optimizer):
@@ -99,6 +154,9 @@ class DistributedOptimizer(_Optimizer):
     _offbeat: Any
 
     def step(self, closure: Any = None) -> Any:
+        return self._offbeat.uncompiled(self._take_step, closure)
+
+    def _take_step(self, closure: Any) -> Any:
         self._offbeat.fit_if_outdated()
         engine = self._offbeat.engine
         if closure is None:
@@ -113,9 +171,8 @@ class DistributedOptimizer(_Optimizer):
         return engine.closure_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._offbeat.fit_if_outdated()
         held = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._offbeat.engine.zero_grad(set_to_none, held)
+        self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, held)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._offbeat.engine.settle_all()

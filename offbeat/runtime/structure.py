@@ -17,6 +17,8 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from offbeat.runtime.engine import Engine
+from offbeat.runtime.engine.frozen import FrozenVariables
+from offbeat.runtime.lazy import can_be_lazy
 
 _registrations = [0]
 """Number of registrations: torch's hooks are per process, so there is one count."""
@@ -45,21 +47,32 @@ class Structure:
         self.registrations = _registrations[0]
         _watched.update(map(id, model.modules()))
         self.parameters = list(model.parameters())
-        self.held = self._held()
+        self.held = [(id(parameter), parameter.requires_grad) for parameter in self.parameters]
         self.optimized = self._optimized()
+        # As long as these exist, no other parameter has one of their ids.
+        self.kept = [group["params"][:] for group in optimizer.param_groups]
+        self.unwatched = [(p, p.requires_grad) for p in self.parameters if not can_be_lazy(p)]
+        """Parameters of classes of their own, which do not tell that they are frozen or unfrozen."""
 
     def changed(self, engine: Engine) -> bool:
         """Whether their content has changed."""
-        optimized = self._optimized()
-        if not engine.outdated and self.registrations == _registrations[0] and optimized == self.optimized:
+        known = self.registrations == _registrations[0] and not engine.refrozen
+        if known and not engine.outdated and not self.regrouped():
             return False
         if not all(isinstance(parameter, torch.nn.Parameter) for parameter in self.model.parameters()):
             return False
-        self.registrations = _registrations[0]
-        return engine.outdated or optimized != self.optimized or self._held() != self.held
+        self.registrations, engine.refrozen = _registrations[0], False
+        return engine.outdated or self.regrouped() or self._held(engine.frozen) != self.held
 
-    def _held(self) -> list[tuple[int, bool]]:
-        return [(id(parameter), parameter.requires_grad) for parameter in self.model.parameters()]
+    def regrouped(self) -> bool:
+        """Whether other parameters are in the optimizer's groups, or of those that do not tell, other ones train."""
+        if any(parameter.requires_grad != before for parameter, before in self.unwatched):
+            return True
+        return self._optimized() != self.optimized
 
-    def _optimized(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def _held(self, frozen: FrozenVariables) -> list[tuple[int, bool]]:
+        # What the plan lets be frozen for the moment counts as it did: registrations may be noticed on one rank alone.
+        return [(id(p), p.requires_grad or frozen.spares(p)) for p in self.model.parameters()]
+
+    def _optimized(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]

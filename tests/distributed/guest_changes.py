@@ -1,9 +1,11 @@
 """Training scripts with optimizers of their own, and with a model or an optimizer that changes."""
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from guest_job import STEPS, Job, Net, pattern
 from torch import nn
 
@@ -159,3 +161,57 @@ def _saved_on_one_rank(job: Job) -> None:
         if dist.get_rank() == 0:
             state = job.model.state_dict()
             assert list(state) == list(Net().state_dict())
+
+
+@pattern()
+def _discriminator_frozen_in_turns(job: Job) -> None:
+    """A GAN with two models: in every step the discriminator is frozen while the generator trains."""
+    other = Job(job.strategy, make=lambda: Net(14))
+    kept = other.model.offbeat.plan if job.ours else None
+    for step in range(STEPS):
+        x, y = job.batch(step)
+        other.model.requires_grad_(True)
+        other.optimizer.zero_grad()
+        fake = F.pad(job.model(x), (0, 6))
+        other.backward(F.cross_entropy(other.model(fake.detach()), y))
+        other.optimizer.step()
+        other.model.requires_grad_(False)
+        job.optimizer.zero_grad()
+        job.backward(F.cross_entropy(other.model(fake), y))
+        job.optimizer.step()
+    job.see(*other.model.parameters())
+    assert kept is None or kept.graph is other.model.offbeat.plan.graph
+
+
+@pattern(make=lambda: nn.ModuleDict({"generator": Net(), "discriminator": Net(14)}), optimize=_sgd_of_all)
+def _two_players_in_one_model(job: Job) -> None:
+    generator, discriminator = job.model["generator"], job.model["discriminator"]
+    for step in range(STEPS):
+        x, y = job.batch(step)
+        fake = F.pad(generator(x), (0, 6))
+        for player, opponent, given in ((discriminator, generator, fake.detach()), (generator, discriminator, fake)):
+            opponent.requires_grad_(False)
+            job.optimizer.zero_grad()
+            job.backward(F.cross_entropy(discriminator(given), y))
+            job.optimizer.step()
+            opponent.requires_grad_(True)
+            player.requires_grad_(True)
+
+
+@pattern()
+def _tied_at_run_time(job: Job) -> None:
+    for step in range(STEPS):
+        if step == 3:
+            job.model.middle[2].weight = job.model.middle[0].weight
+        job.step(step)
+        job.see(job.model.middle[2].weight)
+
+
+@pattern()
+def _quantised_copy(job: Job) -> None:
+    for step in range(STEPS):
+        job.step(step)
+        plain = copy.deepcopy(job.model).cpu().float()
+        quantised = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear}, dtype=torch.qint8)
+        assert type(quantised) is Net
+        job.see(quantised(torch.ones(2, 9)))

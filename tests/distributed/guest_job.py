@@ -50,10 +50,14 @@ class Job:
         make: Callable[[], nn.Module] = Net,
         optimize: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
+        *,
+        single: bool = False,
     ) -> None:
+        """By default in double precision."""
         torch.manual_seed(4)
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        self.model = make().double().to(self.device)
+        made = make()
+        self.model = (made if single else made.double()).to(self.device)
         if prepare is not None:
             prepare(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]

@@ -299,7 +299,7 @@ def _compiled_later(job: Job) -> None:
 def _uneven_data(job: Job) -> None:
     steps = 4 + 2 * dist.get_rank()
     if job.ours:
-        with job.model.join():
+        with job.model.join(divide_by_initial_world_size=True), job.model.join(enable=False):
             for step in range(steps):
                 job.step(step)
         return

@@ -1,16 +1,18 @@
 """A training script's way of working → how far Offbeat ends up from averaging by hand, or how a mistake is refused."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import guest_changes  # noqa: F401 - registers its patterns
 import guest_loops  # noqa: F401 - as above
 import guest_parameters  # noqa: F401 - as above
 import torch
+import torch.nn.functional as F
 from guest_job import MAKERS, PATTERNS, Job, Net
+from guest_mistakes import MISTAKES, distributed_model
 from torch.nn.parallel import DistributedDataParallel
 from training import untimed_links
 
-import offbeat
 from offbeat.errors import OffbeatError
 
 
@@ -32,36 +34,65 @@ def guest(name: str, strategy: str) -> dict[str, Any]:
     return {"equal": equal, "error": worst, "trained": moved, "mode": ours.model.offbeat.mode}
 
 
+def as_with_ddp(optimizer: str, strategy: str) -> dict[str, Any]:
+    """Whether a plain loop's losses and parameters are those of DistributedDataParallel, in single precision."""
+    kinds = {
+        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    }
+
+    def train(model: torch.nn.Module, trainer: torch.optim.Optimizer, job: Job) -> list[torch.Tensor]:
+        seen = []
+        for step in range(10):
+            x, y = job.batch(step)
+            trainer.zero_grad()
+            loss = F.cross_entropy(model(x.float()), y)
+            loss.backward()
+            trainer.step()
+            seen += [loss.detach(), *(p.detach().clone() for p in model.parameters() if step % 3 == 0)]
+        return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(5)
+        return Net()
+
+    theirs = make()
+    wrapped = DistributedDataParallel(theirs)
+    job = Job(None)
+    expected = train(wrapped, kinds[optimizer](theirs.parameters()), job)
+    with untimed_links():
+        job = Job(strategy, make=make, single=True, optimize=lambda model: kinds[optimizer](model.parameters()))
+        mine = train(job.model, job.optimizer, job)
+    equal = [torch.equal(a, b) for a, b in zip(mine, expected, strict=True)]
+    return {"equal": all(equal), "mode": job.model.offbeat.mode}
+
+
+def spread_as_with_ddp(kind: str) -> dict[str, float]:
+    """Uses `module` and `no_sync()` of a model with split operators or full sharding; distances from one process."""
+    x, y = Job(None).batch(0, size=8, rank=0)
+    plain = Job(None)
+    model = distributed_model(kind)
+    model.load_state_dict(plain.model.state_dict())
+    with torch.no_grad():
+        error = (model.module(x) - plain.model(x)).abs().max().item()
+    assert not hasattr(model.module, "module")
+    optimizer = model._offbeat.optimizer
+    for part in (slice(4), slice(4, 8)):
+        F.cross_entropy(plain.model(x[part]), y[part]).backward()
+        with model.no_sync() if part.start is None else nullcontext():
+            F.cross_entropy(model(x[part]), y[part]).backward()
+    torch.optim.SGD(plain.model.parameters(), lr=0.1).step()
+    optimizer.step()
+    state = plain.model.state_dict()
+    worst = max((value - state[name]).abs().max().item() for name, value in model.state_dict().items())
+    return {"output": error, "weights": worst}
+
+
 def mistake(what: str) -> dict[str, Any]:
     """The sentence with which a mistake is refused."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        match what:
-            case "ddp before":
-                offbeat.distribute(DistributedDataParallel(net), optimizer)
-            case "ddp after":
-                DistributedDataParallel(offbeat.distribute(net, optimizer, "overlap")[0])
-            case "fsdp before":
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(net)
-                offbeat.distribute(net, optimizer)
-            case "fsdp after":
-                from torch.distributed.fsdp import fully_shard
-
-                fully_shard(offbeat.distribute(net, optimizer, "overlap")[0])
-            case "zero redundancy":
-                from torch.distributed.optim import ZeroRedundancyOptimizer
-
-                optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-                offbeat.distribute(net, optimizer, "overlap")
-            case "absent later":
-                model, _ = offbeat.distribute(net, optimizer, "overlap")
-                model(torch.ones(2, 9)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                model.first(torch.ones(2, 9)).sum().backward()
+        with untimed_links():
+            MISTAKES[what]()
     except OffbeatError as error:
         return {"refused": str(error)}
     return {"refused": ""}

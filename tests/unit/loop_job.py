@@ -100,8 +100,8 @@ class Job:
             yield
         self.synchronise = True
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        loss.backward(**options)
         if not self.ours and self.synchronise:
             self._average()
 

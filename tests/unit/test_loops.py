@@ -1,5 +1,6 @@
 """Training loops that once went wrong, each against averaging by hand on ranks in memory."""
 
+import ctypes
 import pickle
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from loop_job import Job, Way
 from random_loops import Loop, compare
+from torch import nn
 
 SERVERS: Way = ("ps_load_balanced", 0, "auto", True)
 SHARDED: Way = ("sharded", 0, "auto", True)
@@ -367,3 +369,247 @@ def test_a_model_that_changes_before_its_first_step_is_watched_in_that_step_only
         assert not torch.overrides._get_current_function_mode_stack()
 
     assert_same(body, OVERLAP)
+
+
+def frozen(job: Job, *parts: str, kept: bool = False) -> None:
+    """A step in which these parts of the model are frozen."""
+    for part in parts:
+        job.model.get_submodule(part).requires_grad_(False)
+    if not kept:
+        job.optimizer.zero_grad()
+    job.backward(job.forward())
+    job.optimizer.step()
+    for part in parts:
+        job.model.get_submodule(part).requires_grad_(True)
+
+
+def plans_of(body: Callable[[Job], None], way: Way, optimizer: str = "sgd") -> int:
+    """How many plans a loop that equals the reference needs."""
+    plans = [None]
+
+    def counting(job: Job) -> None:
+        step(job)
+        if job.runtime is not None and job.world.rank == 0:
+            switch = job.runtime.switch
+            job.runtime.switch = lambda plan: (plans.append(plan), switch(plan))  # type: ignore[method-assign]
+        body(job)
+
+    assert_same(counting, way, optimizer=optimizer)
+    return len(plans)
+
+
+@pytest.mark.parametrize("optimizer", ["decay", "adamw"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_parts_that_take_turns_are_frozen_without_another_plan(optimizer: str, kept: bool) -> None:
+    """As the generator and the discriminator of one model; the gradients of the other part may be kept meanwhile."""
+
+    def body(job: Job) -> None:
+        for _ in range(3):
+            frozen(job, "head", kept=kept)
+            frozen(job, "first", "middle", kept=kept)
+            for parameter in job.model.parameters():
+                job.see("gradient", parameter.grad)
+        step(job)
+
+    assert plans_of(body, OVERLAP, optimizer) == 1
+
+
+def test_a_part_that_is_unfrozen_before_the_backward_pass_keeps_its_values() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.model.first.requires_grad_(False)
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.model.first.requires_grad_(True)
+            job.backward(loss)
+            job.optimizer.step()
+        step(job)
+
+    assert plans_of(body, OVERLAP) == 1
+
+
+def test_a_whole_model_may_be_frozen_for_a_while_with_servers() -> None:
+    def body(job: Job) -> None:
+        for _ in range(2):
+            job.model.requires_grad_(False)
+            x = loop_models.batch(job.name, 7, job.world.rank)[0].requires_grad_()
+            job.model.head(job.model.hidden(x)).sum().backward()
+            job.forward()
+            job.model.requires_grad_(True)
+            step(job)
+
+    assert plans_of(body, SERVERS) == 1
+
+
+def test_what_stays_frozen_gets_a_plan_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.runtime.engine.frozen.LONG_STEPS", 3)
+
+    def body(job: Job) -> None:
+        job.model.first.requires_grad_(False)
+        for _ in range(5):
+            step(job)
+
+    assert plans_of(body, OVERLAP) == 2
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_may_change_their_groups(way: Way, late: bool) -> None:
+    """As many as before in each, between two steps or between backward() and step()."""
+
+    def body(job: Job) -> None:
+        job.optimizer.add_param_group({"params": list(job.model.head.parameters()), "lr": 0.5})
+        step(job)
+        step(job)
+        job.optimizer.zero_grad()
+        if late:
+            job.backward(job.forward())
+        first, second = job.optimizer.param_groups
+        first["params"][:2], second["params"][:] = second["params"][:], first["params"][:2]
+        if not late:
+            job.backward(job.forward())
+        job.optimizer.step()
+        step(job)
+
+    assert_same(body, way, held_back=True)
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP, ("ddp", 0, "barrier", True)])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_hook_after_accumulation_sees_and_changes_this_ranks_own_gradient(way: Way, early: bool) -> None:
+    """As with DDP; registered before distribute() or after it."""
+
+    def hook(job: Job) -> Callable[[torch.Tensor], None]:
+        def see(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            job.see("own gradient", parameter.grad)
+            parameter.grad.mul_(0.5)
+
+        return see
+
+    def body(job: Job) -> None:
+        if early and job.runtime is not None:
+            job.runtime.release()
+        for parameter in job.model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook(job))
+        job.model.head.weight.register_hook(lambda gradient: gradient * 3)
+        if early:
+            job.distribute(way)
+        for _ in range(3):
+            step(job)
+        job.backward(job.forward())
+        job.optimizer.step()
+
+    assert_same(body, way)
+
+
+@pytest.mark.parametrize("way", [SERVERS, OVERLAP])
+def test_a_graph_may_be_used_by_two_backward_passes(way: Way) -> None:
+    def body(job: Job) -> None:
+        for _ in range(3):
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.backward(loss, retain_graph=True)
+            job.backward(loss)
+            job.optimizer.step()
+
+    assert_same(body, way)
+
+
+def test_factors_of_a_graph_that_is_used_twice_are_sent_twice() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        loss = job.forward()
+        job.backward(loss, retain_graph=True)
+        job.backward(loss)
+        job.optimizer.step()
+
+    assert_same(body, FACTORS, "tied")
+
+
+def without_a_name(pointer: int, count: int) -> torch.Tensor:
+    """Copies memory that nobody knows to belong to a tensor."""
+    return torch.tensor((ctypes.c_double * count).from_address(pointer)[:], dtype=torch.float64)
+
+
+READING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "data_ptr": lambda p: without_a_name(p.data_ptr(), p.numel()),
+    "untyped_storage": lambda p: without_a_name(p.untyped_storage().data_ptr(), p.numel()),
+    "repr": lambda p: torch.tensor(bytearray(repr(p).encode())),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).clone(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()).clone(),
+}
+
+
+@pytest.mark.parametrize("way", sorted(READING))
+def test_an_update_that_is_outstanding_is_applied_before_it_is_read(way: str) -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for _ in range(2):
+            step(job)
+            if job.runtime is not None:
+                assert job.runtime.engine.updates.outstanding
+            for parameter in job.model.parameters():
+                job.see(way, READING[way](parameter))
+
+    assert_same(body, OVERLAP)
+
+
+class Marked(nn.Parameter):
+    """A parameter of a user's class."""
+
+
+def test_a_parameter_of_a_class_of_its_own_may_be_frozen_and_unfrozen() -> None:
+    def body(job: Job) -> None:
+        bias = job.model.head.bias = Marked(job.model.head.bias.detach())
+        job.optimizer.param_groups[0]["params"][-1] = bias
+        for trains in (False, True, True, False, True):
+            bias.requires_grad_(trains)
+            step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_gradients_of_frozen_parts_stay_where_ranks_run_out_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.runtime.engine.frozen.LONG_STEPS", 2)
+
+    def optimize(job: Job) -> None:
+        job.optimizer.step()
+        job.model.head.zero_grad()
+
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        job.join([1, 2, 4], 1, lambda: optimize(job))
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_a_part_that_is_frozen_before_the_backward_pass_gets_no_gradient() -> None:
+    def body(job: Job) -> None:
+        step(job)
+        for _ in range(3):
+            job.optimizer.zero_grad()
+            loss = job.forward()
+            job.model.first.requires_grad_(False)
+            job.backward(loss)
+            job.optimizer.step()
+            job.model.first.requires_grad_(True)
+        step(job)
+
+    assert_same(body, OVERLAP)
+
+
+def test_ranks_keep_one_plan_though_only_one_of_them_registers_modules() -> None:
+    """Ids of modules are used again, so that registrations elsewhere may count on one rank alone."""
+
+    def body(job: Job) -> None:
+        step(job)
+        job.model.first.requires_grad_(False)
+        if job.world.rank == 1:
+            job.model.head.weight = job.model.head.weight
+        step(job)
+
+    assert plans_of(body, OVERLAP) == 1

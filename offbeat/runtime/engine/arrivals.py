@@ -6,8 +6,9 @@ complete after as many calls.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,10 +35,27 @@ class Arrivals:
         self.outer = False
         """Whether the end of the outermost pass will be reported."""
         planned = engine.plan.program.carriers
-        self.handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived if name in planned else _refuse, name))
-            for name, parameter in (() if engine.alone else engine.parameters.items())
-        ]
+        observed = {} if engine.alone else engine.parameters
+        self.hooks = {
+            id(parameter): partial(self._arrived if name in planned else _refuse, name)
+            for name, parameter in observed.items()
+        }
+        self._handles: dict[int, Any] = {}
+        for parameter in observed.values():
+            self.observe_last(parameter)
+
+    @property
+    def handles(self) -> Iterable[Any]:
+        """Of the hooks on parameters."""
+        return self._handles.values()
+
+    def observe_last(self, parameter: torch.Tensor) -> None:
+        """Puts the hook on this parameter behind all others: it may take the gradient away."""
+        key = id(parameter)
+        if key in self._handles:
+            self._handles.pop(key).remove()
+        if key in self.hooks:
+            self._handles[key] = torch.Tensor.register_post_accumulate_grad_hook(parameter, self.hooks[key])
 
     def expect_end(self) -> None:
         """Called in the outermost pass before any other: the model's outputs have got their gradients."""

@@ -21,6 +21,7 @@ import torch
 from offbeat.plan import Message, Plan, Task
 from offbeat.runtime.engine.arrivals import Arrivals
 from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.frozen import FrozenVariables
 from offbeat.runtime.engine.gradients import Gradients, Phase, UnusedParameters
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.training import Training
@@ -49,6 +50,8 @@ class Engine:
         """The training loop has shown that it needs a barrier, whatever the plan."""
         self.outdated = False
         """The model or the optimizer has changed, so that the plan no longer fits."""
+        self.refrozen = False
+        """Parameters were frozen or unfrozen: the plan fits only if the same ones train as when it was made."""
         self.steps = 0
         self.began: Moment = 0.0
         self.ready: list[Moment] = [0.0] * len(self.synchronisers)
@@ -62,7 +65,8 @@ class Engine:
         self.components = [Component(each, training) for each in program.components]
         self.owners = Owners(training, aliases.held)
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
-        self.gradients = Gradients(training, self.components, self.owners, unused)
+        self.frozen = FrozenVariables(self.parameters, program.replicated)
+        self.gradients = Gradients(training, self.components, self.owners, unused, self.frozen)
         self.updates = Updates(self.gradients, aliases)
         self.all_replicated = program.replicated
         self.follow(training.plan)
@@ -98,6 +102,8 @@ class Engine:
         self.loaded = [False] * len(self.synchronisers)
         for hook in self.backward_hooks:
             hook()
+        for name in self.frozen.now & self.plan.program.carriers.keys():
+            self.gradient_complete(name)
 
     def gradient_complete(self, name: str) -> None:
         """A gradient is final: messages that waited only for it can start."""
@@ -127,7 +133,7 @@ class Engine:
         self._send_rest(self.gradients.lacking(self.arrivals.calls))
 
     def _send_rest(self, unused: list[str]) -> None:
-        self.gradients.unused.backward_ended(unused)
+        self.gradients.unused.backward_ended(unused, self.frozen.backward_ends())
         for index, loaded in enumerate(self.loaded):
             if not loaded:
                 self._load(index)
@@ -187,6 +193,7 @@ class Engine:
             self.updates.settle_all()
         else:
             self.updates.settle_aliased()
+        self.outdated |= self.frozen.step_ends()
         self._run_hooks()
 
     def _run_hooks(self) -> None:
@@ -252,6 +259,11 @@ class Engine:
         component = self.updates.component_of.get(id(parameter))
         if component is not None:
             self.updates.settle(component)
+
+    def training_changed(self, parameter: torch.nn.Parameter, trains: bool) -> None:
+        """A parameter is frozen or unfrozen."""
+        if not self.frozen.change(parameter, trains):
+            self.refrozen = True
 
     # Modes
 

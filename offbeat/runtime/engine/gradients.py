@@ -14,6 +14,7 @@ A further backward pass before `step()` first goes to PUBLISHED, so that it adds
 """
 
 from collections import Counter
+from collections.abc import Collection
 from enum import Enum
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from offbeat.errors import StrategyError
 from offbeat.runtime.comm import Channel, Work
 from offbeat.runtime.engine.components import Component
+from offbeat.runtime.engine.frozen import FrozenVariables
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
@@ -62,8 +64,8 @@ class UnusedParameters:
         self.work: Work | None = None
         self.nowhere: list[str] = []
 
-    def backward_ended(self, absent: list[str]) -> None:
-        """Starts asking the other ranks, if needed."""
+    def backward_ended(self, absent: list[str], thawed: Collection[str] = ()) -> None:
+        """Starts asking the other ranks, if needed; variables in `thawed` may have been frozen in the forward."""
         # Gradients that were forgotten leave their question on the wire, and this one uses the same memory.
         self.unused()
         self.nowhere = []
@@ -71,12 +73,13 @@ class UnusedParameters:
             self.nowhere = absent
             return
         if self.track is False:
-            if absent:
+            if lost := [name for name in absent if name not in thawed]:
                 raise StrategyError(
-                    f"parameter {absent[0]!r} got no gradient in this step, but every parameter did in the first: "
+                    f"parameter {lost[0]!r} got no gradient in this step, but every parameter did in the first: "
                     f"pass find_unused_parameters=True to distribute(), so that ranks check this in every step"
                 )
-            return
+            if not thawed:
+                return
         self.used.fill_(1)
         for name in absent:
             self.used[self.place[name]] = 0
@@ -98,7 +101,12 @@ class Gradients:
     """The gradients of one plan's messages on one rank."""
 
     def __init__(
-        self, training: Training, components: list[Component], owners: Owners, unused: UnusedParameters
+        self,
+        training: Training,
+        components: list[Component],
+        owners: Owners,
+        unused: UnusedParameters,
+        frozen: FrozenVariables,
     ) -> None:
         self.training = training
         self.parameters = training.parameters
@@ -106,6 +114,7 @@ class Gradients:
         self.component_of_message = {index: each for each in components for index in each.messages}
         self.owners = owners
         self.unused = unused
+        self.frozen = frozen
         self.phase = Phase.IDLE
         self.in_rounds = [each for each in training.synchronisers if each.replicated and each.later_rounds]
         """Messages that all ranks must finish in one order, whichever they need first."""
@@ -128,19 +137,28 @@ class Gradients:
     def take(self, index: int) -> None:
         """Loads a message: its gradients now belong to the synchroniser."""
         synchroniser = self.training.synchronisers[index]
+        frozen = [self.parameters[name] for name in synchroniser.message.variables if name in self.frozen.now]
+        kept = [raw_gradient(parameter) for parameter in frozen]
+        for parameter in frozen:
+            set_gradient(parameter, None)
+        # Averages that are shown lie in the buffer.
+        kept = [gradient if gradient is None else gradient.clone() for gradient in kept]
         synchroniser.load()
+        for parameter, gradient in zip(frozen, kept, strict=True):
+            set_gradient(parameter, gradient)
         if synchroniser.relaxed:
             return
         hidden = self.component_of_message[index].hidden
         for name in synchroniser.message.variables:
             self.untaken[name] -= 1
-            if not self.untaken[name]:
+            if not self.untaken[name] and name not in self.frozen.now:
                 hidden.add(id(self.parameters[name]))
                 set_gradient(self.parameters[name], None)
 
     def lacking(self, arrived: Counter[str]) -> list[str]:
         """Variables that neither this backward pass nor an earlier one of the same step has reached."""
-        return [name for name in self.carried if not arrived[name] and raw_gradient(self.parameters[name]) is None]
+        missing = (name for name in self.carried if not arrived[name] and name not in self.frozen.now)
+        return [name for name in missing if raw_gradient(self.parameters[name]) is None]
 
     # Averages
 
@@ -193,11 +211,12 @@ class Gradients:
 
         Only those that every replica has: of all parameters if they are `published`, else of those without owners.
         """
+        for synchroniser in component.synchronisers:
+            # What is sent for frozen variables is shown nowhere.
+            if synchroniser.replicated and (component.hidden or not component.relaxed):
+                self.finish(synchroniser)
         if not component.hidden:
             return
-        for synchroniser in component.synchronisers:
-            if synchroniser.replicated:
-                self.finish(synchroniser)
         unused = self.unused_parameters()
         if not unused and len(component.hidden) == len(component.averages):
             component.hidden.clear()

@@ -129,7 +129,8 @@ class Updates:
     def _apply_in_portions(self, component: Component) -> bool:
         """Applies each slice as it arrives; False, and nothing done, where that cannot be."""
         portions = component.portions
-        if portions is None or not component.hidden or self.gradients.dropped is not None or not portions.possible():
+        arriving = len(component.hidden) == len(component.parameters)
+        if portions is None or not arriving or self.gradients.dropped is not None or not portions.possible():
             return False
         synchroniser = portions.synchroniser
         with self.reports.local("wait", component.messages):

@@ -11,8 +11,8 @@ optimizer are those of a single device; they are gathered, so every rank must as
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from offbeat.runtime.checkpoint import map_state
 from offbeat.runtime.comm import TorchWorld
 from offbeat.runtime.fusion import replace_forward
 from offbeat.runtime.memory import recomputed
+from offbeat.runtime.mixins import Outer, SpreadModel, with_mixin
 from offbeat.runtime.sharded.cut import Parts
 from offbeat.runtime.sharded.grid import Grid
 from offbeat.runtime.sharded.local import trace_parts
@@ -40,10 +41,11 @@ from offbeat.runtime.sharded.randomness import SharedRandom
 from offbeat.runtime.sharded.trace import Program, trace_forward
 from offbeat.runtime.sharded.weights import shard_state, shard_weights, whole_of
 from offbeat.runtime.unit_optimizer import elementwise
+from offbeat.runtime.wrapping import already_distributed, begin
 from offbeat.sharding.layout import Layout, box_of
 from offbeat.sharding.rules import is_random
 from offbeat.strategy import Strategy
-from offbeat.torch_private import pytree
+from offbeat.torch_private import ModelHooks, pytree
 
 log = logging.getLogger("offbeat")
 
@@ -62,7 +64,9 @@ class ShardedRuntime:
         timeout: timedelta = timedelta(minutes=10),
         world: TorchWorld | None = None,
     ) -> None:
+        begin(model, optimizer)
         self.model = model
+        self.model_class: Any = type(model)
         self.optimizer = optimizer
         self.strategy = strategy
         self.grid = Grid(world, timeout)
@@ -81,8 +85,9 @@ class ShardedRuntime:
         if example_inputs is not None:
             step = make_step(model, example_inputs, loss_fn)
             self.prepare(step.args, step.kwargs)
-        model._offbeat = self
+        model._offbeat = optimizer._offbeat = self
         model.forward = self.run
+        model.__class__ = with_mixin(OuterSplitModel, type(model))
         # Torch marks the hook it is given, which a bound method does not allow.
         model.register_state_dict_post_hook(partial(self._gather_model))
         model.register_load_state_dict_pre_hook(self._scatter_model)
@@ -182,6 +187,9 @@ class ShardedRuntime:
         modes = tuple(module.training for module in self.model.modules())
         return structure, kinds, modes, torch.is_autocast_enabled(self.grid.device.type)
 
+    def release(self) -> None:
+        raise StrategyError("this model's operators are already split, which cannot be undone: distribute a new one")
+
     def _gather_model(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in [name for name in state if name.startswith(prefix)]:
             with self.grid.explained(f"the parts of {name!r}"):
@@ -199,6 +207,24 @@ class ShardedRuntime:
     def _scatter_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)))
         return map_state(state_dict, lambda at, key, value: shard_state(key, value, parameters.get(at), self.grid))
+
+
+class SplitModel(SpreadModel, ModelHooks):
+    """A model whose operators are split over all ranks."""
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Changes nothing: gradients accumulate anyway, and their parts are exchanged as the operators need."""
+        yield
+
+    def _before_wrapping(self, wrapper: str) -> None:
+        already_distributed(wrapper)
+
+
+class OuterSplitModel(Outer, SplitModel):
+    """The model as distribute() returns it."""
+
+    _offbeat_inner = SplitModel
 
 
 def _check_supported(strategy: Strategy) -> None:
