@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.model import Way
 from offbeat.graph.skeleton import skeleton
-from offbeat.launch import this_place
+from offbeat.launch import named_servers, this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime, serve
@@ -33,8 +33,6 @@ NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, any backward pass hides a step's traffic, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 """Set by `offbeat run`: the strategy that replaces "auto" in this job."""
-SERVERS_VARIABLE = "OFFBEAT_SERVERS"
-"""Set by `offbeat run --servers`: the ranks that hold no replica, comma-separated."""
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() creates, so that a script which never calls it is detected."""
 MIN_BUCKET_BYTES = 2**18
@@ -99,7 +97,7 @@ def distribute(
         _check_allowed(allow, strategy)
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
-    join_job(timeout, servers=SERVERS_VARIABLE in os.environ or bool(cluster and cluster.servers))
+    join_job(timeout, servers=bool(named_servers() or (cluster and cluster.servers)))
     group = _group(process_group, device_mesh)
     world = torch_world(group, next(model.parameters()).device)
     cluster = _cluster_of(world, cluster)
@@ -221,13 +219,6 @@ def _encoding_seconds(allow: Sequence[str], device: torch.device, cluster: Clust
     return time_encoders(allowed_encoders(allow), device, len(cluster.workers))
 
 
-def _server_ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise OffbeatError(f"{SERVERS_VARIABLE}: {text!r} is not a list of ranks such as 4,5") from None
-
-
 def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The process group given by the user; None for the whole job."""
     if device_mesh is None:
@@ -335,10 +326,10 @@ def join_job(timeout: timedelta | None = None, servers: bool = False) -> None:
 
 
 def _cluster_of(world: TorchWorld, given: ClusterSpec | None) -> ClusterSpec:
-    """The user's cluster, or the nodes on which the job's ranks run, with the servers that `offbeat run` has named."""
+    """The user's cluster, or the nodes on which the job's ranks run, with the servers that their launcher has named."""
     cluster = given or _this_cluster(world)
-    if ranks := os.environ.get(SERVERS_VARIABLE):
-        cluster = cluster.with_servers(_server_ranks(ranks))
+    if servers := named_servers():
+        cluster = cluster.with_servers(servers)
     if cluster.world_size != world.size:
         raise OffbeatError(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"

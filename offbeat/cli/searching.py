@@ -24,7 +24,7 @@ from offbeat.cli.app import (
 from offbeat.cli.planning import build_model, capture_model, load_cluster, read_strategy
 from offbeat.cli.show import exit_if_failed, print_json, progress, require_script, stdout_to_stderr
 from offbeat.errors import OffbeatError
-from offbeat.launch import inside_job, run_python
+from offbeat.launch import SERVERS_VARIABLE, inside_job, run_python, servers_environment
 
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
@@ -125,11 +125,12 @@ def run(
     with tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
-        if servers:
-            variables["OFFBEAT_SERVERS"] = ",".join(map(str, range(ranks, ranks + servers)))
+        variables |= servers_environment(range(ranks, ranks + servers))
         if inside_job():
             if servers:
-                raise OffbeatError("--servers: under another launcher set OFFBEAT_SERVERS to their ranks, such as 4,5")
+                raise OffbeatError(
+                    f"--servers: under another launcher set {SERVERS_VARIABLE} to their ranks, such as 4,5"
+                )
             from offbeat.profile.attach import run_script
 
             os.environ.update(variables)

@@ -19,7 +19,7 @@ from offbeat.cli.hosts import remote_nodes
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError
-from offbeat.launch import RankProcess, RemoteNode
+from offbeat.launch import SERVERS_VARIABLE, RankProcess, RemoteNode, named_servers
 
 ROOT = str(Path(__file__).parents[2])
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -206,6 +206,14 @@ def test_a_node_that_has_lost_its_launcher_ends_its_ranks(how: str, tmp_path: Pa
             process.stdin.close()
         assert process.wait(20) == 130
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_every_rank_learns_which_ones_the_file_makes_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(address="a", devices=2), Node(address="b", devices=2, role="server"), Node(address="c")]
+    for node in remote_nodes(ClusterSpec(nodes=nodes), 1, {}):
+        monkeypatch.setenv(SERVERS_VARIABLE, node.environment[SERVERS_VARIABLE])
+        assert named_servers() == (2, 3)
+    assert SERVERS_VARIABLE not in remote_nodes(ClusterSpec(nodes=nodes[:1]), 1, {})[0].environment
 
 
 def test_every_node_needs_an_address() -> None:
