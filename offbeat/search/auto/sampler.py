@@ -3,7 +3,8 @@
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
 staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers,
 sufficient factors where they are smaller, and sums of servers where the cluster has servers without a replica) and a
-partition over one or several axes are drawn, and for the step a schedule and the number of merge groups. Size thresholds say which variables are never and which are always partitioned.
+partition over one or several axes are drawn, and for the step a schedule and the number of merge groups. Size
+thresholds say which variables are never and which are always partitioned.
 Two constraints complete a draw, both on shards:
 
     load balance (supplement, Algorithm 1)      server shards → owners         `balance_loads`
