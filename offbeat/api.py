@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +26,7 @@ from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime, serve
 from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import fit_link
+from offbeat.runtime.server import Served
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
@@ -136,7 +136,7 @@ def distribute(
     if world.rank not in plan.replicas:
         # The optimizer keeps its parameters: only their memory moves.
         serve(model.cpu(), optimizer, plan, patience, torch_world(group, torch.device("cpu")))
-        sys.exit(0)
+        raise Served
     runtime = Runtime(model, optimizer, plan, patience, world, find_unused_parameters)
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1:
