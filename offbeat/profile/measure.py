@@ -249,14 +249,21 @@ def _fit_collectives(
 
 
 def _with_own_servers(profile: Profile) -> Profile:
-    """The profile with reduces and broadcasts scaled so that replay keeps the network busy as long as the job did."""
+    """The profile with reduces and broadcasts scaled so that replay keeps the network busy as long as the job did.
+
+    What a relay's small slices cost beside their bytes is scaled too, because several are in flight at once.
+    """
     plan = profile.plan
+    relayed = any(task.kind == "relay" for task in plan.communication)
     wanted, factor = _busy_seconds(profile.timeline, max) / profile.synchronisations, 1.0
     tried: list[tuple[float, Costs]] = []
     # Messages also delay each other, so that the busy time is not proportional to what each one takes.
     for _ in range(SERVER_CORRECTIONS):
         fits = {
-            level: {key: fit.scaled(1.0, factor) if key[0] in SERVED else fit for key, fit in known.items()}
+            level: {
+                key: fit.scaled(factor if relayed else 1.0, factor) if key[0] in SERVED else fit
+                for key, fit in known.items()
+            }
             for level, known in (("collectives", profile.costs.collectives), ("within", profile.costs.within))
         }
         costs = replace(profile.costs, **fits)  # type: ignore[arg-type] # two of its fields

@@ -286,6 +286,7 @@ def test_every_link_that_sums_is_taken_for_as_long() -> None:
     slow = [{"bandwidth": "0.5Gbit/s"}] * 2
     shares = root_shares((), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers)))
     assert shares == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 3, 5: 1 / 3})
+    assert root_shares((), (0, 1), ClusterSpec.local(2)) == {0: 1.0}
     assert root_shares((5,), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers))) == {5: 1.0}
 
 
