@@ -50,6 +50,17 @@ if os.environ["RANK"] == sys.argv[1]:
 time.sleep(300)
 """
 
+SERVED = """
+import torch, offbeat
+model = torch.nn.Linear(4, 2)
+model, optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "ps_load_balanced")
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+print(model._offbeat.plan.replicas, [message.owner for message in model._offbeat.plan.messages], flush=True)
+"""
+
 
 class Cluster:
     """Two emulated hosts with an sshd each, and what `offbeat launch` needs to use them."""
@@ -154,6 +165,19 @@ def test_every_rank_runs_with_torchruns_environment_on_the_addresses_of_the_file
         f"MASTER_ADDR=10.77.0.1 GREETING=hello sum=10 --steps 3"
         for rank in range(4)
     ]
+    assert gone(cluster)
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_nodes_that_the_file_makes_servers_serve(cluster: Cluster, tmp_path: Path) -> None:
+    """The script does not know the cluster."""
+    spec = ClusterSpec.load(cluster.file)
+    spec.replace(nodes=(spec.nodes[0], spec.nodes[1].model_copy(update={"role": "server"}))).save(tmp_path / "c.yaml")
+    options = ("--cluster", str(tmp_path / "c.yaml"), "--env", "TORCH_CPP_LOG_LEVEL=ERROR")
+    code, stdout, stderr = finished(cluster.launch(SERVED, options=options))
+    assert code == 0, stderr
+    assert sorted(stdout.splitlines()) == [f"[{rank}] (0, 1) [2, 3]" for rank in range(2)]
     assert gone(cluster)
 
 
