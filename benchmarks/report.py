@@ -188,7 +188,7 @@ SECTIONS = (
         "with others.",
         servers,
         "python benchmarks/servers.py --json",
-        "ten minutes",
+        "a quarter of an hour",
         "2026-11-18",
     ),
     Section(

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,20 +20,19 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.model import Way
 from offbeat.graph.skeleton import skeleton
-from offbeat.launch import this_place
+from offbeat.launch import named_servers, this_place
 from offbeat.plan import lower
 from offbeat.runtime.comm import TorchWorld, torch_world
 from offbeat.runtime.distribute import Runtime, serve
 from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import fit_link
+from offbeat.runtime.server import Served
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, any backward pass hides a step's traffic, and updating in many small pieces costs more."""
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 """Set by `offbeat run`: the strategy that replaces "auto" in this job."""
-SERVERS_VARIABLE = "OFFBEAT_SERVERS"
-"""Set by `offbeat run --servers`: the ranks that hold no replica, comma-separated."""
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() creates, so that a script which never calls it is detected."""
 MIN_BUCKET_BYTES = 2**18
@@ -100,7 +98,7 @@ def distribute(
     if isinstance(strategy, str) and strategy == "auto":
         strategy = os.environ.get(STRATEGY_VARIABLE) or "auto"
     device = next(model.parameters()).device
-    join_job(timeout, device, servers=SERVERS_VARIABLE in os.environ or bool(cluster and cluster.servers))
+    join_job(timeout, device, servers=bool(named_servers() or (cluster and cluster.servers)))
     group = _group(process_group, device_mesh)
     world = torch_world(group, device)
     cluster = _cluster_of(world, cluster)
@@ -139,7 +137,7 @@ def distribute(
     if world.rank not in plan.replicas:
         # The optimizer keeps its parameters: only their memory moves.
         serve(model.cpu(), optimizer, plan, patience, torch_world(group, torch.device("cpu")))
-        sys.exit(0)
+        raise Served
     runtime = Runtime(model, optimizer, plan, patience, world, find_unused_parameters)
     runtime.quiet = quiet
     if strategy == "auto" and world.size > 1:
@@ -220,13 +218,6 @@ def _encoding_seconds(allow: Sequence[str], device: torch.device, cluster: Clust
     from offbeat.search.passes.encoding import allowed_encoders
 
     return time_encoders(allowed_encoders(allow), device, len(cluster.workers))
-
-
-def _server_ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise OffbeatError(f"{SERVERS_VARIABLE}: {text!r} is not a list of ranks such as 4,5") from None
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -336,10 +327,10 @@ def join_job(timeout: timedelta | None, device: torch.device, servers: bool = Fa
 
 
 def _cluster_of(world: TorchWorld, given: ClusterSpec | None) -> ClusterSpec:
-    """The user's cluster, or the nodes on which the job's ranks run, with the servers that `offbeat run` has named."""
+    """The user's cluster, or the nodes on which the job's ranks run, with the servers that their launcher has named."""
     cluster = given or _this_cluster(world)
-    if ranks := os.environ.get(SERVERS_VARIABLE):
-        cluster = cluster.with_servers(_server_ranks(ranks))
+    if servers := named_servers():
+        cluster = cluster.with_servers(servers)
     if cluster.world_size != world.size:
         raise OffbeatError(
             f"the cluster {cluster.name!r} has {cluster.world_size} devices, the job has {world.size} ranks"

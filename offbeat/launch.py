@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Self, TextIO
 
+from offbeat.errors import OffbeatError
+
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
@@ -26,6 +28,8 @@ TIMED_OUT = 124
 _LOST_PEER = ("WorkerLost", "closed by peer", "reset by peer", "Broken pipe", "connection lost", "timed out waiting")
 NODE_NUMBERS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 """Variables in which launchers number a job's nodes."""
+SERVERS_VARIABLE = "OFFBEAT_SERVERS"
+"""The ranks of a job that hold no replica, comma-separated, as its launcher tells every rank."""
 Outcome = Literal["exited", "stopped", "timed out"]
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -344,6 +348,20 @@ def job_environment(local_ranks: int, world_size: int, master: tuple[str, int]) 
     if world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
+
+
+def servers_environment(ranks: Sequence[int]) -> dict[str, str]:
+    """The variable that tells every rank of a job which of them are servers."""
+    return {SERVERS_VARIABLE: ",".join(map(str, ranks))} if ranks else {}
+
+
+def named_servers() -> tuple[int, ...]:
+    """The ranks that the launcher has named as servers."""
+    text = os.environ.get(SERVERS_VARIABLE, "")
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        raise OffbeatError(f"{SERVERS_VARIABLE}: {text!r} is not a list of ranks such as 4,5") from None
 
 
 class Place(NamedTuple):

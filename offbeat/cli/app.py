@@ -70,6 +70,7 @@ Script = Annotated[
 SavedStrategy = Annotated[Path | None, Option("-o", "--output", help="File for the strategy.")]
 Trace = Annotated[Path, Argument(help="A recording, torch.profiler traces, or a saved timeline.")]
 Ranks = Annotated[int, Option("-n", "--ranks", min=1, help="Processes to start on this machine.")]
+Servers = Annotated[int, Option(min=0, help="Extra ranks that hold no replica and serve parameters to the others.")]
 Timeout = Annotated[float | None, Option(min=0, help="End the job after this many seconds.")]
 
 

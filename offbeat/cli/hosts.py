@@ -25,6 +25,7 @@ from offbeat.launch import (
     exit_code,
     first_failure,
     job_exit_code,
+    servers_environment,
     start_node,
 )
 
@@ -132,6 +133,7 @@ def remote_nodes(cluster: "ClusterSpec", port: int, variables: dict[str, str]) -
         if node.address is None or node.address.startswith("-"):
             raise OffbeatError(f"address: node {node.name!r} of cluster {cluster.name!r} has no address for ssh")
     addresses = [str(node.address) for node in cluster.nodes]
+    variables = servers_environment(cluster.servers) | variables
     return [
         RemoteNode(
             node.name,

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 from typer import Option
 
 from offbeat import units
-from offbeat.cli.app import SCRIPT_SETTINGS, Json, Ranks, Script, Timeout, Trace, app
+from offbeat.cli.app import SCRIPT_SETTINGS, Json, Ranks, Script, Servers, Timeout, Trace, app
 from offbeat.cli.show import (
     exit_if_failed,
     print_facts,
     print_json,
     progress,
+    refuse_servers,
     require_folder,
     require_script,
     say,
@@ -20,7 +21,7 @@ from offbeat.cli.show import (
     with_intervals,
 )
 from offbeat.errors import OffbeatError
-from offbeat.launch import inside_job, run_python
+from offbeat.launch import inside_job, run_python, servers_environment
 
 RECORDED_FILES = ("rank*.jsonl", "calibration.json", "overhead.json")
 """The files of a recording, which a new one replaces."""
@@ -31,6 +32,7 @@ def profile(
     script: Script,
     output: Annotated[Path, Option("-o", "--output", help="Folder for the traces.")] = Path("trace"),
     ranks: Ranks = 1,
+    servers: Servers = 0,
     steps: Annotated[int, Option(min=1, help="Steps to record.")] = 20,
     plain_steps: Annotated[int, Option(min=0, help="Unrecorded steps before them, for warm-up and comparison.")] = 8,
     run_on: Annotated[bool, Option("--run-on", help="Let the script run to its end afterwards.")] = False,
@@ -41,6 +43,7 @@ def profile(
     """Run a training script, here or as a rank under torchrun, and record what every rank does."""
     require_script(script[0])
     if inside_job():
+        refuse_servers(servers)
         from offbeat.profile.attach import record_script
 
         if os.environ["RANK"] == "0":
@@ -53,9 +56,10 @@ def profile(
     clear_folder(output)
     options = [str(output), str(steps), str(plain_steps), str(int(run_on)), str(int(transactions))]
     with stdout_to_stderr(as_json):
-        code = run_python(["-m", "offbeat.profile.attach", *options, *script], ranks, timeout=timeout)
+        named = servers_environment(range(ranks, ranks + servers))
+        code = run_python(["-m", "offbeat.profile.attach", *options, *script], ranks + servers, named, timeout)
     exit_if_failed(code, timeout)
-    print_facts(_recorded(output, ranks), as_json, recorder_overhead="{:+.1%}".format)
+    print_facts(_recorded(output, ranks + servers), as_json, recorder_overhead="{:+.1%}".format)
 
 
 @app.command(epilog="Example: offbeat replay trace/ --what-if bandwidth=2x --what-if workers=64")

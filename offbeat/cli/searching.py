@@ -18,13 +18,14 @@ from offbeat.cli.app import (
     SavedStrategy,
     Scale,
     Script,
+    Servers,
     Timeout,
     app,
 )
 from offbeat.cli.planning import build_model, capture_model, load_cluster, read_strategy
-from offbeat.cli.show import exit_if_failed, print_json, progress, require_script, stdout_to_stderr
+from offbeat.cli.show import exit_if_failed, print_json, progress, refuse_servers, require_script, stdout_to_stderr
 from offbeat.errors import OffbeatError
-from offbeat.launch import inside_job, run_python
+from offbeat.launch import inside_job, run_python, servers_environment
 
 
 @app.command(epilog="Example: offbeat optimize trace/ -o strategy.json")
@@ -109,9 +110,7 @@ def run(
     script: Script,
     strategy: Annotated[str, Option(help="Strategy to use instead of 'auto'.", **STRATEGY)] = "auto",
     ranks: Ranks = 1,
-    servers: Annotated[
-        int, Option(min=0, help="Extra ranks that hold no replica and serve parameters to the others.")
-    ] = 0,
+    servers: Servers = 0,
     timeout: Timeout = None,
     as_json: Json = False,
 ) -> None:
@@ -125,11 +124,9 @@ def run(
     with tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
         called = Path(folder) / "called"
         variables = {"OFFBEAT_STRATEGY": strategy, "OFFBEAT_CALLED": str(called)}
-        if servers:
-            variables["OFFBEAT_SERVERS"] = ",".join(map(str, range(ranks, ranks + servers)))
+        variables |= servers_environment(range(ranks, ranks + servers))
         if inside_job():
-            if servers:
-                raise OffbeatError("--servers: under another launcher set OFFBEAT_SERVERS to their ranks, such as 4,5")
+            refuse_servers(servers)
             from offbeat.profile.attach import run_script
 
             os.environ.update(variables)

@@ -13,7 +13,7 @@ from typer import Exit
 
 from offbeat import units
 from offbeat.errors import OffbeatError
-from offbeat.launch import TIMED_OUT
+from offbeat.launch import SERVERS_VARIABLE, TIMED_OUT
 
 PIPE_WIDTH = 200
 Format = Callable[[Any], str]
@@ -41,6 +41,12 @@ def require_script(script: str) -> None:
     """Raises OffbeatError unless the script is a file."""
     if not Path(script).is_file():
         raise OffbeatError(f"{script}: no such script")
+
+
+def refuse_servers(servers: int) -> None:
+    """In a job that another launcher has started, it is that one which starts servers."""
+    if servers:
+        raise OffbeatError(f"--servers: under another launcher set {SERVERS_VARIABLE} to their ranks, such as 4,5")
 
 
 def print_json(value: Any) -> None:

@@ -99,6 +99,12 @@ class ClusterSpec(BaseModel):
         return tuple(rank for rank in range(self.world_size) if self.device_of(rank).role == "server")
 
     @cached_property
+    def stations(self) -> tuple[int, ...]:
+        """The first rank of every node with several workers, which may reduce among themselves first."""
+        shared = [ranks for ranks in map(self.ranks_of, range(len(self.nodes))) if len(ranks) > 1]
+        return tuple(ranks[0] for ranks in shared if self.device_of(ranks[0]).role == "worker")
+
+    @cached_property
     def total_price_per_hour(self) -> float | None:
         """Dollars per hour of all nodes; None where one has no price."""
         prices = [node.price_per_hour for node in self.nodes]

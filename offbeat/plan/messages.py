@@ -144,4 +144,7 @@ def root_shares(placement: tuple[int, ...], replicas: tuple[int, ...], cluster: 
         low, high = (low, middle) if sum(shares(middle).values()) >= 1 else (middle, high)
     found = shares(high)
     total = sum(found.values())
+    if not total:
+        # All replicas share a node, so that no link is taken.
+        return {min(first.values()): 1.0}
     return {rank: share / total for rank, share in sorted(found.items()) if share > _NO_SHARE * total}

@@ -196,6 +196,11 @@ class Plan:
 
         return program_of(self)
 
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The ranks of the cluster that hold no replica."""
+        return tuple(rank for rank in range(self.cluster.world_size) if rank not in self.replicas)
+
     @cached_property
     def participants(self) -> tuple[int, ...]:
         """The replicas, and the ranks without a replica that own or sum parts of messages."""

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from offbeat import files
 from offbeat.errors import OffbeatError
 from offbeat.profile.recorder import Recorder, is_trained, runtime_of
+from offbeat.runtime.server import Served
 from offbeat.timeline.clock import Moment, clock_of
 
 WARM_UP_STEPS = 3
@@ -104,12 +105,17 @@ class ScriptRecorder(Recorder):
                 self._end_together()
 
     def _end_together(self) -> None:
-        if self.root is not None and runtime_of(self.root):
+        runtime = None if self.root is None else runtime_of(self.root)
+        if runtime is not None:
             # What the last step left on the wire belongs to it.
-            self.root.flush()
+            runtime.model.flush()
         self.close()
         if dist.is_initialized():
-            dist.barrier()
+            if runtime is not None and runtime.plan.apart:
+                # Servers end with the replicas, and come to no barrier.
+                runtime.engine.channels.control.all_reduce(torch.zeros(1, device=runtime.world.device)).wait()
+            else:
+                dist.barrier()
             # At exit the interpreter and the backend's threads would wait for each other.
             dist.destroy_process_group()
         sys.exit(0)
@@ -146,7 +152,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
-        if ended.code:
+        if ended.code or isinstance(ended, Served):
             raise
 
 
@@ -162,6 +168,9 @@ def record_script(
     recorder = ScriptRecorder(folder, steps, plain_steps, run_on, transactions)
     try:
         run_script(script[0], script[1:])
+    except Served:
+        # The replicas have recorded the job.
+        return
     except BaseException as error:
         recorder.close(error)
         raise

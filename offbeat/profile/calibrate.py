@@ -74,10 +74,10 @@ _TIMEOUT = timedelta(minutes=5)
 _measured: WeakKeyDictionary[Any, dict[str, list[Sample]]] = WeakKeyDictionary()
 
 
-def calibrate_job(folder: Path) -> None:
-    """Measures what each collective of the running job costs, on every rank; rank 0 writes `calibration.json`."""
-    samples, ranks = measure_job(), dist.get_world_size()
-    within, between = measure_nodes()
+def calibrate_job(folder: Path, writer: int = 0) -> None:
+    """Measures what each collective of the running job costs, on every rank; one of them writes `calibration.json`."""
+    samples, within, between = measure_all()
+    ranks = dist.get_world_size()
     known = known_costs(dist.get_backend(), ranks)
 
     def fits(measured: Measured) -> dict[tuple[str, int], CollectiveFit]:
@@ -86,12 +86,17 @@ def calibrate_job(folder: Path) -> None:
             for key, found in measured.items()
         }
 
-    if dist.get_rank() == 0:
+    if dist.get_rank() == writer:
         everyone = {(kind, ranks): found for kind, found in samples.items()}
         costs = replace(known, collectives=fits(between | everyone), within=fits(within))
         content = {"costs": costs.to_dict(), "samples": samples}
         written = orjson.dumps(content, option=orjson.OPT_INDENT_2)
         files.write_atomic(folder / "calibration.json", written, "calibration")
+
+
+def measure_all() -> tuple[dict[str, list[Sample]], Measured, Measured]:
+    """What `measure_job` and `measure_nodes` find. Every rank must call it, also those that only serve."""
+    return measure_job(), *measure_nodes()
 
 
 def measure_job() -> dict[str, list[Sample]]:

@@ -124,10 +124,14 @@ class Header:
     parameters: tuple[tuple[str, tuple[Size, ...], str], ...]
     """Name, shape and type."""
     gradients: tuple[str, ...]
+    servers: tuple[Number, ...] = ()
+    """Ranks of the job that hold no replica, and record nothing."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world:
             raise ValueError(f"rank {self.rank} is outside the job of {self.world} ranks")
+        if any(rank >= self.world or rank == self.rank for rank in self.servers):
+            raise ValueError(f"servers: {quote(self.servers)} are not other ranks of the job of {self.world}")
         dtypes = {name: dtype for name, _, dtype in self.parameters}
         for name in self.gradients:
             if name not in dtypes:

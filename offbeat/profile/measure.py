@@ -189,7 +189,7 @@ def make_profile(
         fit_error=fit_error,
     )
     calibrated = costs.straight and any(kind in SERVED for kind, _ in costs.collectives)
-    served = any(row.kind in SERVED for row in steady[0].steps[-1].communication)
+    served = any(row.kind in (*SERVED, "relay") for row in steady[0].steps[-1].communication)
     return _with_own_servers(profile) if calibrated and served else profile
 
 
@@ -228,8 +228,8 @@ def _fit_collectives(
     fits, error = dict(costs.collectives), 0.0
     for (kind, participants), steps in _link_seconds(traces).items():
         known = fits.get((kind, participants))
-        if costs.straight and kind in SERVED:
-            # How they share links depends on their roots: `_with_own_servers`.
+        if kind == "relay" or (costs.straight and kind in SERVED):
+            # How they share links depends on their roots, and a relay is a reduce and a broadcast: `_with_own_servers`.
             continue
         if known is None:
             each = [sum(s for _, s, _ in rows) / max(1, sum(size for size, _, _ in rows)) for rows in steps]
@@ -249,14 +249,21 @@ def _fit_collectives(
 
 
 def _with_own_servers(profile: Profile) -> Profile:
-    """The profile with reduces and broadcasts scaled so that replay keeps the network busy as long as the job did."""
+    """The profile with reduces and broadcasts scaled so that replay keeps the network busy as long as the job did.
+
+    What a relay's small slices cost beside their bytes is scaled too, because several are in flight at once.
+    """
     plan = profile.plan
+    relayed = any(task.kind == "relay" for task in plan.communication)
     wanted, factor = _busy_seconds(profile.timeline, max) / profile.synchronisations, 1.0
     tried: list[tuple[float, Costs]] = []
     # Messages also delay each other, so that the busy time is not proportional to what each one takes.
     for _ in range(SERVER_CORRECTIONS):
         fits = {
-            level: {key: fit.scaled(1.0, factor) if key[0] in SERVED else fit for key, fit in known.items()}
+            level: {
+                key: fit.scaled(factor if relayed else 1.0, factor) if key[0] in SERVED else fit
+                for key, fit in known.items()
+            }
             for level, known in (("collectives", profile.costs.collectives), ("within", profile.costs.within))
         }
         costs = replace(profile.costs, **fits)  # type: ignore[arg-type] # two of its fields
@@ -298,8 +305,8 @@ def _link_seconds(traces: list[RankTrace]) -> dict[tuple[str, int], list[list[tu
             of_step.setdefault((row.kind, row.ranks), []).append((row.bytes, seconds, alone))
             before.append((issued, finished))
         for key, samples in of_step.items():
-            # Of one rank alone, nobody knows how long it waited for the others.
-            if key[1] == len(traces) or len(traces) == 1:
+            # Of one rank alone, nobody knows how long it waited for the others. A server among them is always ready.
+            if len(traces) == 1 or key[1] == len(traces) or (traces[0].servers and key[1] == len(traces) + 1):
                 found.setdefault(key, []).append(samples)
     return found
 
@@ -337,8 +344,9 @@ def _cluster(traces: list[RankTrace], costs: Costs, notes: list[str]) -> Cluster
     found = ClusterSpec.of_ranks(names, **figures)
     if found is None:
         notes.append("ranks that share a node are not consecutive; each is treated as its own node")
-        return ClusterSpec.of_ranks([str(rank) for rank in range(world)], **figures)  # type: ignore[return-value] # distinct
-    return found
+        found = ClusterSpec.of_ranks([str(rank) for rank in range(world)], **figures)
+    assert found is not None
+    return found.with_servers(traces[0].servers)
 
 
 def _nodes(traces: list[RankTrace]) -> list[str]:

@@ -172,14 +172,15 @@ class Recorder:
                 self.numbers[name] = len(self.numbers)
                 if not sharded:
                     self._listen_to_gradient(name, parameter)
-        self._listen_to_calls(module)
+        _listen_to_calls(self, module)
         if self.footprints and not sharded and uncompiled(module) is module:
             self.footprint = Footprint(inner)
         self.runtime = runtime_of(module)
         ticks = self._tick() if self._meets() else []
         self._listen_to_communication(module)
         if self.calibrate and self._meets() and dist.is_initialized() and dist.get_world_size() > 1:
-            calibrate_job(self.folder)
+            self._call_servers("offbeat.profile.calibrate:measure_all")
+            calibrate_job(self.folder, 0 if self.runtime is None else self.runtime.plan.replicas[0])
         self._write(self._header(inner))
         if self._meets():
             self._write({"clock": ticks})
@@ -187,29 +188,19 @@ class Recorder:
         self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
 
     def _meets(self) -> bool:
-        """Whether all ranks reach their first forward and the recorder's end together."""
-        return self.runtime is not None or not self.noting_transactions
+        """Whether all ranks reach their first forward and the recorder's end together, servers included."""
+        if self.runtime is None:
+            return not self.noting_transactions
+        # Servers on processors take no part in the collectives of GPUs.
+        return not (self.runtime.plan.apart and self.runtime.world.staged)
+
+    def _call_servers(self, function: str) -> None:
+        if self.runtime is not None:
+            self.runtime.engine.owners.call_servers(function)
 
     def _messages_ended(self) -> dict[str, Any]:
         ended, self.messages = self.messages, []
         return {"transactions": ended} if self.noting_transactions else {}
-
-    def _listen_to_calls(self, module: torch.nn.Module) -> None:
-        split = vars(module).get("forward")
-        if not isinstance(split, MicroBatches):
-            self.undo.callback(module.register_forward_pre_hook(self._forward_begins, prepend=True).remove)
-            self.undo.callback(module.register_forward_hook(self._forward_ends, always_call=True).remove)
-            return
-
-        def noted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
-            self._forward_begins(split, args)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._forward_ends()
-
-        wrap(self.undo, split, "forward", noted)
 
     def _listen_to_module(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         number = len(self.modules)
@@ -288,12 +279,14 @@ class Recorder:
                 (n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()
             ],
             "gradients": list(self.numbers),
+            "servers": [] if self.runtime is None else self.runtime.plan.apart,
         }
 
     def _tick(self) -> list[tuple[int, float, float]]:
         """Compares clocks, unless there is only one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return []
+        self._call_servers("offbeat.profile.recorder:answer_ticks")
         if self.runtime is None:
             return exchange_ticks(self.ticks)
         with explain(self.runtime.plan, what="the comparison of clocks"):
@@ -310,12 +303,12 @@ class Recorder:
         self.line = {**noted, "step": self.steps, "complete": True, "updated": False, "begin": self.clock.now()}
         """The line of the current step; see `offbeat.profile.lines`."""
 
-    def _forward_begins(self, *call: Any) -> None:
+    def forward_begins(self, *call: Any) -> None:
         if self.footprint is not None:
             self.footprint.forward_begins(*call[1:])
         self.line["calls"].append([self.clock.now(), 0.0])
 
-    def _forward_ends(self, *_: Any) -> None:
+    def forward_ends(self, *_: Any) -> None:
         if self.footprint is not None:
             self.footprint.forward_ends()
         # The forward in which the recorder found the model has no beginning.
@@ -377,6 +370,25 @@ class Recorder:
             raise OffbeatError(f"{self.file.name}: cannot write the trace: {error.strerror}") from None
 
 
+def _listen_to_calls(recorder: Recorder, module: torch.nn.Module) -> None:
+    """Notes when the model's forward begins and ends."""
+    split = vars(module).get("forward")
+    if not isinstance(split, MicroBatches):
+        recorder.undo.callback(module.register_forward_pre_hook(recorder.forward_begins, prepend=True).remove)
+        recorder.undo.callback(module.register_forward_hook(recorder.forward_ends, always_call=True).remove)
+        return
+
+    def noted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of one of the micro-batches into which Offbeat's runtime cuts a call of the model."""
+        recorder.forward_begins(split, args)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            recorder.forward_ends()
+
+    wrap(recorder.undo, split, "forward", noted)
+
+
 def _last_moments(line: dict[str, Any]) -> list[Moment]:
     """The moments of a line after which all of its times are known."""
     ended = (row[-1] for name in ("communication", "transactions") for row in line.get(name, ()))
@@ -415,6 +427,11 @@ def exchange_ticks(count: int) -> list[tuple[int, float, float]]:
             if rank != 0:
                 dist.send(tensor, 0)
     return times
+
+
+def answer_ticks() -> None:
+    """The part in a comparison of clocks of a rank that records nothing."""
+    exchange_ticks(Recorder.ticks)
 
 
 class MemoryRecorder(Recorder):

@@ -43,7 +43,7 @@ def read_traces(folder: str | PathLike[str]) -> tuple[list[RankTrace], list[str]
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) != len(ranks):
         raise OffbeatError(f"{folder}: two traces belong to rank {max(ranks, key=ranks.count)}")
-    missing = sorted(set(range(traces[0].world)) - set(ranks))
+    missing = sorted(set(range(traces[0].world)) - {*ranks, *traces[0].servers})
     if missing:
         shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
         notes.append(f"{folder}: ranks without a readable trace, of {traces[0].world}: {shown}")

@@ -260,6 +260,8 @@ def with_workers(cluster: ClusterSpec, workers: int) -> ClusterSpec:
     """The cluster with that many ranks: its first ones, or more nodes of the same kind."""
     if workers == cluster.world_size:
         return cluster
+    if cluster.servers:
+        raise OffbeatError("workers: a job with servers that hold no replica is predicted with its own ranks only")
     if workers < cluster.world_size:
         return cluster.subset(workers)
     if not cluster.is_homogeneous:

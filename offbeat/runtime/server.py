@@ -5,6 +5,7 @@ reduced to it, it applies the update with its own optimizer state and sends the 
 it which part of a step comes next (`Commands` in `offbeat.runtime.comm.channels`).
 """
 
+import importlib
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,6 +22,10 @@ from offbeat.runtime.lazy import set_gradient
 from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.sync import AsyncServer, StaleAllReduce, Synchroniser
 from offbeat.runtime.unit_optimizer import UnitOptimizer
+
+
+class Served(SystemExit):
+    """Ends the script of a rank without a replica, once the replicas have ended."""
 
 
 class Server:
@@ -66,6 +71,12 @@ class Server:
     def close(self, deadline: float) -> None:
         """Closes the network connections before the interpreter ends."""
         self.channels.close(deadline)
+
+    def _meet(self, function: str) -> None:
+        """Takes part in what all ranks do together: calls 'package.module:function'."""
+        module, _, name = function.partition(":")
+        with explain(self.training.plan, what="what all ranks do together"):
+            getattr(importlib.import_module(module), name)()
 
     def _finish(self) -> None:
         """Waits for parameters on their way back."""

@@ -19,6 +19,9 @@ WHOLE = -1
 SUM = -2
 """In a layout: the ranks along the fine axis hold terms whose sum is the tensor."""
 
+BUCKET_BYTES = 4 * 2**20
+"""Gradients that one group of ranks holds terms of are summed together as soon as they are so long."""
+
 Layout = tuple[int, ...]
 """For each fine axis the tensor axis it splits, WHOLE or SUM."""
 

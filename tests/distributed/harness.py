@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +29,16 @@ class RankFailed(AssertionError):
 
 
 def start_ranks(
-    world: int, *arguments: str, directory: Path, script: Path = WORKERS, pipes: bool = True, whole_end: bool = False
+    world: int,
+    *arguments: str,
+    directory: Path,
+    script: Path = WORKERS,
+    pipes: bool = True,
+    whole_end: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> list[Forked]:
     """Starts one process per rank; what rank r prints to stderr is in `directory`/rank{r}.log."""
-    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(variables or {})}
     how = {"pipes": pipes, "whole_end": whole_end}
     return [
         zygote().start(script, arguments, directory / f"rank{rank}.log", {**job, "RANK": str(rank)}, **how)

@@ -16,25 +16,33 @@ import torch
 from reference import flat_parameters, reference_run
 
 import offbeat
+from offbeat.launch import SERVERS_VARIABLE
+from offbeat.profile import calibrate
 from offbeat.strategy import Shard, Strategy, VariableConfig
+
+# Where the job is recorded, roughly is enough.
+calibrate.ATTEMPTS = calibrate.REPEATS = calibrate.SMALL_REPEATS = 1
+calibrate.SIZES = (2**12, 2**16, 2**18, 2**20)
 
 WORKERS, STEPS = 2, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLUSTER = offbeat.ClusterSpec(nodes=[{}, {}, {"role": "server"}, {"role": "server"}])
+GIVEN = None if SERVERS_VARIABLE in os.environ else CLUSTER
+"""Where the launcher has named the servers, `distribute` is given no cluster."""
 
 
-def exact(strategy: str) -> dict[str, Any]:
+def exact(strategy: str, steps: int = STEPS) -> dict[str, Any]:
     """How far training is from that of one process, after a few steps."""
     model = small_models.make("mlp").to(DEVICE)
     optimizer = small_models.make_optimizer("adamw", model.parameters())
-    offbeat.distribute(model, optimizer, strategy, cluster=CLUSTER)
+    offbeat.distribute(model, optimizer, strategy, cluster=GIVEN)
     rank = int(os.environ["RANK"])
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         model(*(tensor.to(DEVICE) for tensor in small_models.batch("mlp", step, rank))).backward()
         optimizer.step()
     sizes = (4,) * WORKERS
-    expected = reference_run("mlp", "adamw", torch.float64, STEPS, WORKERS, (1.0,) * WORKERS, sizes)
+    expected = reference_run("mlp", "adamw", torch.float64, steps, WORKERS, (1.0,) * WORKERS, sizes)
     return {"error": float((flat_parameters(model).cpu() - expected).abs().max()), "said": model.offbeat.summary()}
 
 

@@ -19,7 +19,7 @@ from offbeat.cli.hosts import remote_nodes
 from offbeat.cluster import ClusterSpec, Node
 from offbeat.emulate import Emulation
 from offbeat.errors import OffbeatError
-from offbeat.launch import RankProcess, RemoteNode
+from offbeat.launch import SERVERS_VARIABLE, RankProcess, RemoteNode, named_servers
 
 ROOT = str(Path(__file__).parents[2])
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -48,6 +48,17 @@ if os.environ["RANK"] == sys.argv[1]:
     time.sleep(1)
     sys.exit(7)
 time.sleep(300)
+"""
+
+SERVED = """
+import torch, offbeat
+model = torch.nn.Linear(4, 2)
+model, optimizer = offbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "ps_load_balanced")
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+print(model._offbeat.plan.replicas, [message.owner for message in model._offbeat.plan.messages], flush=True)
 """
 
 
@@ -158,6 +169,19 @@ def test_every_rank_runs_with_torchruns_environment_on_the_addresses_of_the_file
 
 
 @needs_sshd
+@pytest.mark.slow
+def test_nodes_that_the_file_makes_servers_serve(cluster: Cluster, tmp_path: Path) -> None:
+    """The script does not know the cluster."""
+    spec = ClusterSpec.load(cluster.file)
+    spec.replace(nodes=(spec.nodes[0], spec.nodes[1].model_copy(update={"role": "server"}))).save(tmp_path / "c.yaml")
+    options = ("--cluster", str(tmp_path / "c.yaml"), "--env", "TORCH_CPP_LOG_LEVEL=ERROR")
+    code, stdout, stderr = finished(cluster.launch(SERVED, options=options))
+    assert code == 0, stderr
+    assert sorted(stdout.splitlines()) == [f"[{rank}] (0, 1) [2, 3]" for rank in range(2)]
+    assert gone(cluster)
+
+
+@needs_sshd
 def test_one_failed_rank_ends_all_nodes(cluster: Cluster) -> None:
     mark = ("--env", f"MARK={cluster.folder}")
     code, _, stderr = finished(cluster.launch(SLEEP, "3", options=mark), 30)
@@ -206,6 +230,14 @@ def test_a_node_that_has_lost_its_launcher_ends_its_ranks(how: str, tmp_path: Pa
             process.stdin.close()
         assert process.wait(20) == 130
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_every_rank_learns_which_ones_the_file_makes_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(address="a", devices=2), Node(address="b", devices=2, role="server"), Node(address="c")]
+    for node in remote_nodes(ClusterSpec(nodes=nodes), 1, {}):
+        monkeypatch.setenv(SERVERS_VARIABLE, node.environment[SERVERS_VARIABLE])
+        assert named_servers() == (2, 3)
+    assert SERVERS_VARIABLE not in remote_nodes(ClusterSpec(nodes=nodes[:1]), 1, {})[0].environment
 
 
 def test_every_node_needs_an_address() -> None:

@@ -4,12 +4,24 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import drain_and_wait, start_ranks, stop_ranks, wait_for_steps
 from server_job import STEPS, WORKERS
+from typer.testing import CliRunner
+from zygote import Forked
+
+from offbeat.cli import app, main
+from offbeat.errors import OffbeatError
+from offbeat.launch import SERVERS_VARIABLE
+from offbeat.profile import attach
+from offbeat.profile.measure import load_profile
+from offbeat.profile.traces import read_traces
+from offbeat.profile.whatif import what_if
+from offbeat.simulate import simulate
 
 SCRIPT = Path(__file__).with_name("server_job.py")
 RANKS = 4
@@ -38,6 +50,65 @@ def test_a_job_with_servers_trains_as_one_process_does(tmp_path: Path, strategy:
     for found in run_job(tmp_path, whole_end=strategy == "auto", what="exact", strategy=strategy):
         assert found["error"] <= 1e-10
         assert said in found["said"]
+
+
+def test_run_starts_servers_that_learn_so_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script names no cluster. Its ranks are forked, which is cheaper than to start Python."""
+
+    def start(script: Sequence[str], ranks: int, variables: Mapping[str, str], timeout: float) -> int:
+        return ended(
+            start_ranks(ranks, *script[1:], directory=tmp_path, script=SCRIPT, pipes=False, variables=variables)
+        )
+
+    monkeypatch.setattr("offbeat.cli.searching.run_python", start)
+    case = json.dumps({"what": "exact", "strategy": "auto"})
+    assert main(["run", "--servers", "1", "-n", str(WORKERS), "--timeout", "60", str(SCRIPT), case]) == 0
+    for rank in range(WORKERS):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["error"] <= 1e-10
+        assert "keeps its first plan, fast_servers" in found["said"]
+    assert not (tmp_path / "rank2.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "server"), [("ps_load_balanced", 0), pytest.param("fast_servers", 2, marks=pytest.mark.slow)]
+)
+def test_a_job_with_servers_is_recorded_and_replayed(
+    tmp_path: Path, strategy: str, server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes part where all ranks compare clocks and measure their links, and leaves no trace."""
+    case = json.dumps({"what": "exact", "strategy": strategy, "steps": 1000})
+    arguments = [str(tmp_path / "trace"), "6", "4", "0", "0", str(SCRIPT), case]
+    named = {SERVERS_VARIABLE: str(server)}
+    script = Path(attach.__file__)
+    ranks = start_ranks(WORKERS + 1, *arguments, directory=tmp_path, script=script, pipes=False, variables=named)
+    assert ended(ranks) == 0, [path.read_text()[-2000:] for path in tmp_path.glob("rank*.log")]
+    workers = [rank for rank in range(WORKERS + 1) if rank != server]
+    traces, notes = read_traces(tmp_path / "trace")
+    assert [(trace.rank, trace.world, trace.servers) for trace in traces] == [(r, 3, (server,)) for r in workers]
+    assert notes == []
+    profile = load_profile(tmp_path / "trace")
+    assert profile.cluster.servers == profile.plan.cluster.servers == (server,)
+    assert {server} <= {rank for message in profile.plan.messages for rank in message.servers}
+    assert simulate(profile.plan, profile.costs).iteration_time > 0
+    said = CliRunner().invoke(app, ["replay", str(tmp_path / "trace"), "--what-if", "bandwidth=2x"])
+    assert said.exit_code == 0, said.output
+    with pytest.raises(OffbeatError, match="predicted with its own ranks only"):
+        what_if(profile, ["workers=2"])
+    said = CliRunner().invoke(app, ["report", str(tmp_path / "trace"), "-o", str(tmp_path / "report.html")])
+    assert said.exit_code == 0, said.output
+
+
+def ended(ranks: list[Forked]) -> int:
+    """The worst exit code of ranks, which must all end by themselves."""
+    deadline = time.monotonic() + SECONDS
+    try:
+        while any(process.poll() is None for process in ranks):
+            assert time.monotonic() < deadline, f"the job has not ended within {SECONDS:.0f} s"
+            time.sleep(0.02)
+    finally:
+        stop_ranks(ranks)
+    return max(abs(process.wait()) for process in ranks)
 
 
 def test_a_stale_server_is_behind_by_no_more_than_its_bound(tmp_path: Path) -> None:

@@ -128,5 +128,5 @@ def test_the_same_command_on_two_hosts_tunes_over_the_network_between_them(emula
     found = json.loads(lead.stdout)
     assert found["statuses"] == {"done": 2}
     assert Path(found["strategy"]).is_file()
-    assert json.loads(other.stdout)["jobs"] == 2, "a run alone, and one in which both trials share processes"
+    assert json.loads(other.stdout)["jobs"] == 3, "a run alone, and two in which both trials share processes"
     assert all(b[0] - a[0] > 10_000 for a, b in zip(before, after, strict=True)), "they talked over their links"

@@ -11,10 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 import tuning_targets
+from harness import start_ranks, stop_ranks
 
 import offbeat
 from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
+from offbeat.launch import RankEnd
+from offbeat.search.auto import job
 from offbeat.search.auto.sampler import Sampler
 from offbeat.search.auto.store import TrialStore
 from offbeat.search.auto.trials import LocalRanks, TrialOptions, TrialRunner
@@ -80,6 +83,45 @@ def test_trials_share_processes_stop_early_and_survive_a_refusal(graph):
     assert all(0 < trial.seconds < 10 for trial in trials)
     (bad,) = here.run(graph, CLUSTER, strategies[:1], best_seconds=1e-9)
     assert (bad.status, len(bad.steps)) == ("stopped", 2)
+
+
+class ForkedRanks:
+    """Three ranks on this machine, each of them forked, which is cheaper than to start Python."""
+
+    world_size = 3
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec.local(3)
+
+    def run(self, program, *, timeout, env=None, check=True) -> list[RankEnd]:
+        ranks = start_ranks(3, directory=self.folder, script=Path(job.__file__), pipes=False, variables=env)
+        deadline = time.monotonic() + timeout
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        late = [rank.poll() is None for rank in ranks]
+        stop_ranks(ranks)
+        said = [(self.folder / f"rank{number}.log").read_text() for number in range(3)]
+        outcomes = ["timed out" if each else "exited" for each in late]
+        return [RankEnd(n, r.wait(), o, 0.0, s) for n, (r, o, s) in enumerate(zip(ranks, outcomes, said, strict=True))]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_servers_of_the_cluster_take_part_in_trials(graph, first, tmp_path):
+    """Also where rank 0 is one; a search draws, predicts and runs strategies that use them."""
+    workers, server = {"count": 2}, {"role": "server"}
+    cluster, machines = ClusterSpec(nodes=(server, workers) if first else (workers, server)), ForkedRanks(tmp_path)
+    here = TrialRunner(machines, "tuning_targets:build", (), replace(PATIENT, timeout_seconds=15))
+    builders = ("ps_load_balanced", "fast_servers", "ddp")
+    trials = list(here.run(graph, cluster, [build_strategy(name, graph, cluster) for name in builders]))
+    assert [(trial.status, len(trial.steps), trial.error) for trial in trials] == [("done", 4, "")] * 3
+    if first:
+        options = Options(guide="replay", candidates=10, per_round=2, finalists=0)
+        settings = {"machines": machines, "cluster": cluster, "options": options, "trial_options": here.options}
+        result = offbeat.tune(tuning_targets.build, trials=2, store=None, **settings)
+        assert [trial.status for trial in result.trials] == ["done", "done"]
 
 
 @pytest.mark.slow

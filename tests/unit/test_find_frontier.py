@@ -125,16 +125,34 @@ def test_splitting_weights_over_all_devices_needs_a_fraction_of_the_memory(wide,
 
 
 def test_data_parallelism_is_priced_by_hand(wide, machine):
-    """All weights everywhere, a quarter of the batch each, an all-reduce of each layer's gradients and of the loss."""
+    """All weights everywhere, a quarter of the batch each, one all-reduce of the gradients and one of the loss."""
     frontier = splits(wide, machine)
     point = data_parallel(frontier.prices)
     weights = sum(variable.bytes for variable in wide.variables)
     kept = wide.activation_bytes / 4 + sum(t.bytes for t in wide.inputs) / 4
     assert point.memory_bytes == pytest.approx(2 * weights + kept, rel=0.02)
     mesh = frontier.prices.mesh
-    gradients = sum(mesh.seconds("all_reduce", (0, 1), variable.bytes) for variable in wide.variables)
+    gradients = mesh.seconds("all_reduce", (0, 1), weights)
     loss = mesh.seconds("all_reduce", (0, 1), 4)
     assert point.network_seconds == pytest.approx(gradients + loss, rel=1e-3)
+
+
+def test_gradients_are_priced_in_the_buckets_in_which_they_are_summed(machine):
+    """Four layers of 1 MiB fill a bucket, one of 16 MiB is longer than one."""
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(8)] + [nn.Linear(512, 8192, bias=False)]
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x):
+            return self.layers(x).square().mean()
+
+    prices = splits(capture(Stack(), (torch.randn(16, 512),), name="stack"), machine).prices
+    seconds, sent = prices.mesh.seconds, data_parallel(prices).network_seconds
+    buckets = 2 * seconds("all_reduce", (0, 1), 4 * 2**20) + seconds("all_reduce", (0, 1), 16 * 2**20)
+    assert sent == pytest.approx(buckets + seconds("all_reduce", (0, 1), 4), rel=1e-3)
 
 
 def test_baselines_stand_where_the_paper_puts_them(found):
@@ -268,6 +286,6 @@ def test_the_gradient_of_a_viewed_bias_is_summed_over_the_batch(machine):
     graph = capture(Shifted(), (torch.randn(16, 64),), name="shifted")
     frontier = splits(graph, machine)
     mesh = frontier.prices.mesh
-    gradients = sum(mesh.seconds("all_reduce", (0, 1), variable.bytes) for variable in graph.variables)
+    gradients = mesh.seconds("all_reduce", (0, 1), sum(variable.bytes for variable in graph.variables))
     loss = mesh.seconds("all_reduce", (0, 1), 4)
     assert data_parallel(frontier.prices).network_seconds == pytest.approx(gradients + loss, rel=1e-3)

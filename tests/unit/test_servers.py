@@ -9,6 +9,7 @@ import torch
 from in_memory import TIMEOUT, distance, distributed, fresh, run_ranks
 from memory_job import MemoryJob, MemoryWorld
 from reference import flat_parameters, graph_of, make_strategy
+from strategies import Layer, Weight, make_graph
 
 from offbeat import zoo
 from offbeat.cluster import ClusterSpec
@@ -18,6 +19,8 @@ from offbeat.errors import OffbeatError, StrategyError
 from offbeat.plan import lower
 from offbeat.plan.messages import root_shares
 from offbeat.runtime.distribute import serve
+from offbeat.search.auto.neighbours import vary
+from offbeat.search.auto.sampler import Sampler, Space
 from offbeat.search.optimize import optimize
 from offbeat.simulate import simulate
 from offbeat.strategy import Shard, Strategy, VariableConfig, build_strategy, transfer
@@ -243,6 +246,37 @@ def test_unequal_servers_sum_by_their_bandwidth() -> None:
     assert 2 < held[2] / held[3] < 4.5
 
 
+@pytest.mark.parametrize("builder", ["ps_load_balanced", "partitioned_ps", "poseidon", "parallax", "hierarchical_ps"])
+def test_unequal_servers_keep_as_much_as_their_links_carry(builder: str) -> None:
+    """The second server node's two ranks share a link of the same bandwidth as the first one's."""
+    first, second = {"role": "server", "bandwidth": "4Gbit/s"}, {"role": "server", "devices": 2}
+    cluster = ClusterSpec(nodes=({"count": WORKERS}, first, second | {"bandwidth": "4Gbit/s"}))
+    layers = [Layer((Weight(f"l{i}.weight", (240, 64), sparse=builder == "parallax"),), 10**6) for i in range(20)]
+    options = {"threshold": 64} if "part" in builder or "hier" in builder else {}
+    plan = lower(graph := make_graph(layers), cluster, build_strategy(builder, graph, cluster, **options))
+    held = dict.fromkeys(cluster.servers, 0)
+    for message in plan.messages:
+        assert message.owner is not None
+        held[message.owner] += message.bytes
+    assert held[2] == pytest.approx(2 * held[3], rel=0.2)
+    assert held[2] == pytest.approx(2 * held[4], rel=0.2)
+
+
+def test_nodes_of_several_servers_get_no_station() -> None:
+    nodes = ({"devices": 2}, {"devices": 2}, {"devices": 2, "role": "server"})
+    cluster, graph = ClusterSpec(nodes=nodes), graph_of("everything", torch.float64, "sgd")
+    assert cluster.stations == (0, 2)
+    plan = lower(graph, cluster, build_strategy("hierarchical_ps", graph, cluster, threshold=64))
+    assert {message.stations for message in plan.messages if message.synchronizer == "parameter_server"} == {(0, 2)}
+    drawn = Sampler(graph, cluster, space=Space(small_bytes=16)).sample(20)
+    shards = [shard for each in drawn for config in each.variables.values() for shard in config.shards]
+    assert {shard.stations for shard in shards} == {(), (0, 2)}
+    summed = [each for each in drawn if any(message.roots for message in lower(graph, cluster, each).messages)]
+    assert 0 < len(summed) < len(drawn)
+    near = vary(Sampler(graph, cluster), summed[0], 10)
+    assert all(lower(graph, cluster, each).messages for each in near)
+
+
 def test_every_link_that_sums_is_taken_for_as_long() -> None:
     """BytePS's optimum, OSDI 2020: of n workers and k servers with equal links, each server sums 2(n − 1) / d and each
     worker (n − k) / d, where d = n² + kn − 2k. Slow workers sum nothing."""
@@ -252,6 +286,7 @@ def test_every_link_that_sums_is_taken_for_as_long() -> None:
     slow = [{"bandwidth": "0.5Gbit/s"}] * 2
     shares = root_shares((), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers)))
     assert shares == pytest.approx({2: 1 / 6, 3: 1 / 6, 4: 1 / 3, 5: 1 / 3})
+    assert root_shares((), (0, 1), ClusterSpec.local(2)) == {0: 1.0}
     assert root_shares((5,), (0, 1, 2, 3), ClusterSpec(nodes=(*slow, *workers[:2], *servers))) == {5: 1.0}
 
 

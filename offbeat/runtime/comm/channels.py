@@ -80,7 +80,7 @@ class Channels:
         self.limits = plan.strategy.schedule.in_flight, plan.strategy.schedule.credit_bytes
         everyone = tuple(plan.replicas)
         generation = world.next_generation()
-        wanted, on_host = _wanted(plan), partial(_on_host, frozenset(_apart(plan)))
+        wanted, on_host = _wanted(plan), partial(_on_host, frozenset(plan.apart))
         # All ranks open theirs in one global order, so that no two wait for each other.
         for key in sorted(wanted - opened.keys()):
             way, ranks, in_flight, credit = key
@@ -88,7 +88,7 @@ class Channels:
             patience = PATIENCE if way == "command" else timeout
             channel = world.open_channel(name, ranks, in_flight, patience, on_host(key))
             opened[key] = channel if credit is None else cast(Channel, CreditChannel(channel, credit))
-        told = opened.get(("command", (everyone[0], *_apart(plan)), self.limits[0], None))
+        told = opened.get(("command", (everyone[0], *plan.apart), self.limits[0], None))
         self.commands = None if told is None else Commands(told)
         """The first replica's commands to ranks without a replica; None on other replicas."""
         control = opened["control", everyone, self.limits[0], None] if plan.rank in everyone else told
@@ -143,7 +143,7 @@ class Channels:
 
 def _wanted(plan: Plan) -> set[Key]:
     everyone, schedule = tuple(plan.replicas), plan.strategy.schedule
-    apart, wanted = _apart(plan), set[Key]()
+    apart, wanted = plan.apart, set[Key]()
     if plan.rank in everyone:
         wanted.add(("control", everyone, schedule.in_flight, None))
     if apart and plan.rank in (everyone[0], *apart):
@@ -164,8 +164,3 @@ def _on_host(apart: frozenset[int], key: Key) -> bool:
     """Whether a channel takes tensors in host memory: those of servers, and those used by threads of its own."""
     way, ranks, *_ = key
     return way in ("sum", "total", "direct") or not apart.isdisjoint(ranks)
-
-
-def _apart(plan: Plan) -> tuple[int, ...]:
-    """The ranks that hold no replica."""
-    return tuple(rank for rank in range(plan.cluster.world_size) if rank not in plan.replicas)

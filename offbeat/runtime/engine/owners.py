@@ -51,6 +51,10 @@ class Owners:
             with explain(self.training.plan, what="the servers"):
                 self.commands.tell(command, **facts)
 
+    def call_servers(self, function: str) -> None:
+        """Lets servers call 'package.module:function', in which all ranks take part, as this one does next."""
+        self.tell("meet", function=function)
+
     def tell_step(self, unused: Collection[int], published: bool) -> None:
         """Tells servers to apply this step, with the current hyperparameters and the training loop's changes."""
         if self.commands is None or not self.commands.leads or not self._apart():

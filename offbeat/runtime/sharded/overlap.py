@@ -17,10 +17,9 @@ from torch.fx import Graph, Node
 from offbeat.graph import kinds
 from offbeat.runtime.sharded.grid import MOVE_KEY
 from offbeat.runtime.sharded.trace import annotation
+from offbeat.sharding.layout import BUCKET_BYTES
 from offbeat.torch_private import collectives
 
-BUCKET_BYTES = 4 * 2**20
-"""Gradients of one group of ranks are summed together as soon as they are so long."""
 _MOVING = {"cat", "clone", "getitem", "view", "slice", "split_with_sizes", "constant_pad_nd", "new_empty"}
 c10d = collectives()
 

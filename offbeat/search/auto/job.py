@@ -4,7 +4,8 @@ Runs in a launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), l
 a training script, whose call of `offbeat.distribute` gets the strategy under trial and which ends once enough steps
 are timed; or 'package.module:function' that returns (model, example_inputs), which one process can train with several
 strategies in turn. Without strategies nothing is distributed: each rank trains alone, and the result is the step's
-graph and its compute times.
+graph and its compute times. Ranks that the launcher has named as servers serve the others until a trial ends; without
+strategies they have nothing to do.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -30,8 +32,10 @@ from offbeat.cpu_steal import CpuSteal
 from offbeat.errors import CaptureError, OffbeatError
 from offbeat.graph import ModelGraph, capture
 from offbeat.graph.skeleton import skeleton
+from offbeat.launch import named_servers
 from offbeat.plan import lower
-from offbeat.runtime.distribute import Runtime
+from offbeat.runtime.comm import torch_world
+from offbeat.runtime.distribute import Runtime, serve
 from offbeat.search.auto.trials import TASK
 from offbeat.strategy import Strategy
 from offbeat.torch_private import remove_forward_hooks
@@ -59,10 +63,8 @@ class Stopwatch:
         self.blocks: list[tuple[float, list[float]]] = []
         """Of the timed steps, each as often as neighbours took processors meanwhile: what they took, and the steps."""
         self.stopped = False
-        self.finish: Callable[[], None] = lambda: None
-        """Completes the last step's communication."""
         self.close: Callable[[], None] = lambda: None
-        """Releases the groups and threads of this trial."""
+        """Completes the last step's communication, and releases the groups and threads of this trial."""
 
     @property
     def steps(self) -> list[float]:
@@ -77,13 +79,18 @@ class Stopwatch:
         return self.timed * (len(self.blocks) - 1 - self.blocks.index(min(self.blocks))) + len(self._present())
 
     def attach(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Distributes the model with the strategy under trial, and starts counting its steps."""
+        """Distributes the model with the strategy under trial, and starts counting its steps; serves on a server."""
         assert self.strategy is not None
+        workers()
         graph = ModelGraph.from_json(json.dumps(self.task["graph"]), origin=TASK)
         cluster = ClusterSpec.model_validate_json(self.task["cluster"])
         plan = lower(graph, cluster, self.strategy, rank=dist.get_rank())
-        engine = Runtime(model, optimizer, plan, timedelta(seconds=self.task["timeout_seconds"])).engine
-        self.finish, self.close = engine.drain, engine.detach
+        timeout = timedelta(seconds=self.task["timeout_seconds"])
+        if dist.get_rank() not in plan.replicas:
+            serve(model.cpu(), optimizer, plan, timeout, torch_world(device=torch.device("cpu")))
+            raise _Ended
+        engine = Runtime(model, optimizer, plan, timeout).engine
+        self.close = engine.detach
         engine.step_hooks.append(self.after_step)
 
     def after_step(self) -> None:
@@ -119,7 +126,7 @@ class Stopwatch:
         if not dist.is_initialized():
             return mine
         worst = torch.tensor(mine, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=workers()[1])
         slowest, stolen = worst.tolist()
         return slowest, stolen
 
@@ -156,15 +163,18 @@ def _try(task: dict[str, Any], train: Callable[..., None], strategy: Strategy | 
         _join(task)
         if not watch.blocks:
             error = f"the script ended after {max(0, len(watch.marks) - 1)} of {watch.timed} timed steps"
+    lead, _ = workers()
+    result = None
+    if dist.get_rank() == lead:
+        result = {"status": "refused", "error": error, "steps": []} if error else watch.result()
+    # What a trial leaves open would slow the next one in these processes down, and servers serve until it is closed.
+    watch.close()
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
     if dist.get_rank() == 0:
         # The file is the only thing a trial hands back, so that a script may print what it likes.
-        result = {"status": "refused", "error": error, "steps": []} if error else watch.result()
         with open(task["results"], "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(result) + "\n")
-    watch.finish()
-    dist.barrier()
-    # What a trial leaves open would slow the next one in these processes down.
-    watch.close()
+            stream.write(json.dumps(results[lead]) + "\n")
 
 
 def trial_backend() -> str:
@@ -175,7 +185,21 @@ def trial_backend() -> str:
 def _join(task: dict[str, Any]) -> None:
     """Joins the job, unless the script has."""
     if not dist.is_initialized():
-        dist.init_process_group(trial_backend(), timeout=timedelta(seconds=task["timeout_seconds"]))
+        backend = trial_backend()
+        if backend == "nccl" and named_servers():
+            # Servers compute on processors.
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=task["timeout_seconds"]))
+
+
+@cache
+def workers() -> tuple[int, dist.ProcessGroup | None]:
+    """The first rank that trains, and the group of all that do; all ranks must call it first at the same point."""
+    servers = named_servers()
+    if not servers:
+        return 0, None
+    training = [rank for rank in range(dist.get_world_size()) if rank not in servers]
+    return training[0], dist.new_group(training)
 
 
 class _Alone(Stopwatch):
@@ -189,6 +213,9 @@ class _Alone(Stopwatch):
         self.began = self.ended = 0.0
 
     def attach(self, model: torch.nn.Module, optimizer: Any) -> None:
+        workers()
+        if dist.get_rank() in named_servers():
+            raise _Ended
         self.model, self.optimizer = model, optimizer
         model.no_sync = nullcontext
         model.flush = lambda: None

@@ -1,9 +1,10 @@
 """Draw random strategies from the region where good ones lie (AutoDist §2.4, AutoSync §6).
 
 The space is the whole of a synchronous and lossless Strategy: what would change the training (lossy encoders,
-staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers, and
-sufficient factors where they are smaller) and a partition over one or several axes are drawn, and for the step a
-schedule and the number of merge groups. Size thresholds say which variables are never and which are always partitioned.
+staleness) is left out, as in the paper. For each variable a synchroniser (all-reduce, sharded updates, servers,
+sufficient factors where they are smaller, and sums of servers where the cluster has servers without a replica) and a
+partition over one or several axes are drawn, and for the step a schedule and the number of merge groups. Size
+thresholds say which variables are never and which are always partitioned.
 Two constraints complete a draw, both on shards:
 
     load balance (supplement, Algorithm 1)      server shards → owners         `balance_loads`
@@ -33,7 +34,7 @@ from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig, check_fi
 from offbeat.strategy.builders.poseidon import factors_win
 from offbeat.strategy.model import SERVERS, Synchronizer
 
-COLLECTIVES = ("all_reduce", "sharded")
+COLLECTIVES = ("all_reduce", "sharded", "summation_server")
 """Synchronisers whose shards may be merged into groups."""
 Configs = dict[str, VariableConfig]
 
@@ -64,6 +65,9 @@ class Space:
     sharded_share: float = 0.15
     """Share of the strategies in which some or all collectives are reduce-scatter and all-gather, with sharded updates
     between them."""
+    summed_share: float = 0.4
+    """Share of the strategies in which servers without a replica, where the cluster has any, sum some or all dense
+    gradients instead of a ring."""
 
 
 class Choice(NamedTuple):
@@ -81,8 +85,7 @@ class Sampler:
         self.plain = Strategy(name="auto", model=graph.name, graph=graph.signature, cluster=cluster.digest)
         self.random = np.random.default_rng(seed)
         self.variables = graph.gradient_order
-        self.node_ranks = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
-        self.node_servers = tuple(ranks[0] for ranks in self.node_ranks)
+        self.node_servers = tuple(cluster.ranks_of(node)[0] for node in range(len(cluster.nodes)))
         if not self.variables:
             raise OffbeatError(f"graph {graph.name!r}: no variable gets a gradient, so there is nothing to synchronise")
 
@@ -96,9 +99,12 @@ class Sampler:
         served_share = 0.0 if kind < space.collectives_only_share else random.random()
         if served_share and kind > 1 - space.collectives_only_share / 2:
             served_share = 1.0
-        sharded_share = random.choice((random.random(), 1.0)) if random.random() < space.sharded_share else 0.0
+        sharded_share = self._share(space.sharded_share)
+        summed_share = self._share(space.summed_share) if self.cluster.servers else 0.0
         choices = {
-            variable.name: self.choice(variable, self._synchronizer(variable, served_share, sharded_share))
+            variable.name: self.choice(
+                variable, self._synchronizer(variable, served_share, sharded_share, summed_share)
+            )
             for variable in self.variables
         }
         # Log-uniform from 1 to one for each variable.
@@ -106,7 +112,14 @@ class Sampler:
         schedule = self.schedule()
         return self.strategy(self.grouped(self.placed({}, choices, *self.servers()), groups), schedule)
 
-    def _synchronizer(self, variable: Variable, served_share: float, sharded_share: float) -> Synchronizer:
+    def _share(self, often: float) -> float:
+        """The share of the variables to which something applies that so many of the strategies have: some or all."""
+        random = self.random
+        return float(random.choice((random.random(), 1.0))) if random.random() < often else 0.0
+
+    def _synchronizer(
+        self, variable: Variable, served_share: float, sharded_share: float, summed_share: float
+    ) -> Synchronizer:
         random = self.random
         served, factors = random.random() < (0.5 if variable.sparse else served_share), random.random()
         if variable.sparse:
@@ -115,6 +128,8 @@ class Sampler:
             return "factor_broadcast"
         if served:
             return "parameter_server"
+        if summed_share and random.random() < summed_share:
+            return "summation_server"
         return "sharded" if random.random() < sharded_share else "all_reduce"
 
     def synchronizers(self, variable: Variable) -> tuple[Synchronizer, ...]:
@@ -124,6 +139,8 @@ class Sampler:
         found: list[Synchronizer] = ["all_reduce", "parameter_server"]
         if self.space.sharded_share:
             found.append("sharded")
+        if self.space.summed_share and self.cluster.servers:
+            found.append("summation_server")
         if self.space.factor_share and factors_win(variable, len(self.cluster.workers)):
             found.append("factor_broadcast")
         return tuple(found)
@@ -210,12 +227,11 @@ class Sampler:
         )
 
     def servers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks that may be servers (one of each node, or all) and the stations: none, or one on each node with
-        several replicas, which then reduce among themselves first."""
+        """The ranks that may be servers (one of each node; or all that hold no replica, or all workers) and the
+        stations: none, or one on each node with several replicas, which then reduce among themselves first."""
         one_each, via_stations = self.random.random() < 0.5, self.random.random() < 0.5
-        stations = tuple(ranks[0] for ranks in self.node_ranks if len(ranks) > 1)
         servers = self.node_servers if one_each else self.cluster.servers or self.cluster.workers
-        return servers, stations if via_stations else ()
+        return servers, self.cluster.stations if via_stations else ()
 
     def distinct(self, count: int, draw: Callable[[], Strategy], seen: Sequence[str] = ()) -> list[Strategy]:
         """Up to `count` different strategies, none with one of the digests that were `seen`."""

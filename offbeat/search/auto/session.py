@@ -55,7 +55,7 @@ def tune(
     if spec.world_size != machines.world_size:
         raise OffbeatError(f"cluster: {spec.name!r} has {spec.world_size} devices for {machines.world_size} ranks")
     runner = TrialRunner(machines, target_name(target), tuple(arguments), trial_options or TrialOptions())
-    graph = runner.discover()
+    graph = runner.discover(spec.servers)
     with nullcontext(store) if store is None or isinstance(store, TrialStore) else TrialStore(store) as kept:
         search = _search_name(kept, graph.digest, spec.digest, resume)
         return search_strategies(

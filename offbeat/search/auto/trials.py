@@ -23,7 +23,16 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.graph.model import divided
-from offbeat.launch import LOOPBACK, POLL_SECONDS, LocalJob, RankEnd, first_failure, free_port, last_words
+from offbeat.launch import (
+    LOOPBACK,
+    POLL_SECONDS,
+    LocalJob,
+    RankEnd,
+    first_failure,
+    free_port,
+    last_words,
+    servers_environment,
+)
 from offbeat.search.auto.store import Status, Trial
 from offbeat.strategy import Strategy
 
@@ -111,9 +120,9 @@ class TrialRunner:
         if self.target.endswith(".py"):
             self.target = os.path.abspath(self.target)
 
-    def discover(self) -> ModelGraph:
-        """The step's graph with measured compute times, from a run in which every rank trains alone."""
-        lines, ends = self._launch([])
+    def discover(self, servers: Sequence[int] = ()) -> ModelGraph:
+        """The step's graph with measured compute times, from a run in which every rank but `servers` trains alone."""
+        lines, ends = self._launch([], servers)
         found = lines[0] if lines else {}
         if found.get("status") != "done":
             said = found.get("error") or _failure(ends, self.options.timeout_seconds)[1]
@@ -133,7 +142,7 @@ class TrialRunner:
             task = {"graph": json.loads(graph.to_json()), "cluster": cluster.model_dump_json()}
             if best_seconds is not None and self.options.stop_ratio is not None:
                 task["stop_above_seconds"] = self.options.stop_ratio * best_seconds
-            lines, ends = self._launch(waiting, **task)
+            lines, ends = self._launch(waiting, cluster.servers, **task)
             trials = [_trial(strategy, line) for strategy, line in zip(waiting, lines, strict=False)]
             if len(lines) < len(waiting):
                 status, error = _failure(ends, self.options.timeout_seconds * len(waiting))
@@ -143,7 +152,9 @@ class TrialRunner:
             tried += len(trials)
             yield from trials
 
-    def _launch(self, strategies: Sequence[Strategy], **task: Any) -> tuple[list[dict[str, Any]], Sequence[RankEnd]]:
+    def _launch(
+        self, strategies: Sequence[Strategy], servers: Sequence[int], **task: Any
+    ) -> tuple[list[dict[str, Any]], Sequence[RankEnd]]:
         """Runs one job; the lines it wrote, and how its ranks ended. `task` says what only trials need."""
         path = [entry for entry in sys.path if entry]
         with tempfile.TemporaryDirectory(prefix="offbeat-trial-") as folder:
@@ -159,7 +170,7 @@ class TrialRunner:
             ends = self.machines.run(
                 list(JOB),
                 timeout=self.options.timeout_seconds * max(1, len(strategies)),
-                env={TASK: str(file), "PYTHONPATH": os.pathsep.join(path)},
+                env={TASK: str(file), "PYTHONPATH": os.pathsep.join(path), **servers_environment(servers)},
                 check=False,
             )
             text = files.read_bytes(results, "results").decode() if results.exists() else ""

@@ -184,7 +184,7 @@ class _Search:
         # A resumed search must not draw the strategies again that it drew before.
         seed = self.options.seed + 1_000_003 * self.tried_before
         self.sampler = Sampler(self.graph, self.cluster, seed, self.options.space)
-        self.trust = Trust.here(self.cluster.device_of(0).device, job_of(self.graph))
+        self.trust = Trust.here(self.cluster.device_of(self.cluster.workers[0]).device, job_of(self.graph))
         self.began = time.monotonic()
         limit = self.options.time_limit_seconds
         self.ends = math.inf if limit is None else self.began + limit

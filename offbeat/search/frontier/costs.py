@@ -26,7 +26,7 @@ from offbeat.graph.model import ITEM_BYTES, ModelGraph, Operator, divided
 from offbeat.search.frontier.algebra import Floats, Ints
 from offbeat.search.frontier.configs import Configurations, configurations
 from offbeat.search.frontier.units import Flow, Map, Unit, Units
-from offbeat.sharding.layout import WHOLE
+from offbeat.sharding.layout import BUCKET_BYTES, WHOLE
 from offbeat.sharding.rescheduling import SLICE_SECONDS, FineMesh, code_of
 
 Keep = Literal["before", "after", "both"]
@@ -86,6 +86,7 @@ class Prices:
         self._seconds = _operator_seconds(graph, mesh)
         self._updates = {op.variables[0]: self._seconds.get(op.name, 0.0) for op in graph.phase("optimizer")}
         self._radix = np.array(mesh.factors, np.float64)
+        self._bucket_bytes = _bucket_bytes(graph)
         self._known: dict[tuple[object, ...], FlowCosts] = {}
         self.unit_costs = [self._unit(index) for index in range(len(units.units))]
         """(K, 3) memory in bytes, compute and network seconds of each unit."""
@@ -164,7 +165,10 @@ class Prices:
                     costs[k, 2] += 2 * len(member.names) * self.mesh.seconds("all_reduce", axes, bytes_each)
 
     def _variables(self, index: int, unit: Unit, configs: Configurations, costs: Floats) -> None:
-        """Each gradient is summed by a collective of its own, as the runtime does."""
+        """A gradient costs its share of a bucket, because the runtime sums small ones of a group of devices together.
+
+        Which others are in the bucket depends on what is chosen for them, so they are taken to be split alike.
+        """
         for name, (number, labels) in unit.variables.items():
             if self.units.owner[name] != index:
                 continue
@@ -178,9 +182,10 @@ class Prices:
                 continue
             costs[:, 1] += self._updates.get(name, 0.0) * share
             size = variable.updated_elements * ITEM_BYTES[variable.dtype]
+            bucket = max(size, self._bucket_bytes[variable.dtype])
             # Devices that differ along an axis that does not split the variable hold terms of its gradient.
             for k, axes in enumerate(_axes_with(symbols, _involved(unit, number) - set(labels))):
-                costs[k, 2] += self.mesh.seconds("all_reduce", axes, size * float(share[k]))
+                costs[k, 2] += self.mesh.seconds("all_reduce", axes, bucket * float(share[k])) * size / bucket
 
     def _layouts(self, symbols: Ints, labels: Map, involved: frozenset[int] = frozenset()) -> Ints:
         """(K, 2F) the tensor axis that each fine axis splits, then whether the gradient is partial over it."""
@@ -230,6 +235,15 @@ def columns(memory: Floats, compute: Floats | float, network: Floats, objectives
     # Money is time at a fixed price, so it orders configurations as time does.
     named = {"memory": memory, "time": compute + network, "communication": network, "money": compute + network}
     return np.stack([named[objective] for objective in objectives], axis=-1)
+
+
+def _bucket_bytes(graph: ModelGraph) -> dict[str, int]:
+    """By dtype, the bytes of gradients that the runtime sums together where all are split alike: all, or a bucket."""
+    whole: dict[str, int] = defaultdict(int)
+    for variable in graph.variables:
+        if variable.gradient_from is not None:
+            whole[variable.dtype] += variable.updated_elements * ITEM_BYTES[variable.dtype]
+    return {dtype: min(size, BUCKET_BYTES) for dtype, size in whole.items()}
 
 
 def _involved(unit: Unit, number: int) -> frozenset[int]:

@@ -107,10 +107,14 @@ def server_ranks(cluster: ClusterSpec, servers: str) -> tuple[int, ...]:
 
 
 def server_speeds(cluster: ClusterSpec) -> Mapping[int, float] | None:
-    """The bandwidth of each server that holds no replica; None where there are none, and servers share their links."""
+    """The bandwidth of each server that holds no replica; None where there are none, and servers share their links.
+
+    Servers of one node share its interface.
+    """
     if not cluster.servers:
         return None
-    return {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in cluster.servers}
+    nodes = {rank: cluster.device_of(rank) for rank in cluster.servers}
+    return {rank: node.bandwidth / node.devices for rank, node in nodes.items()}
 
 
 class ServerLoads:

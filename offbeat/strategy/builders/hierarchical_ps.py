@@ -22,8 +22,7 @@ def build(
     The first rank of each node with more than one replica is its station. Options as in `partitioned_ps`; sparse
     gradients go to their servers directly.
     """
-    per_node = [cluster.ranks_of(node) for node in range(len(cluster.nodes))]
-    stations = {"stations": tuple(ranks[0] for ranks in per_node if len(ranks) > 1)}
+    stations = {"stations": cluster.stations}
     base = partitioned_ps.build(graph, cluster, threshold=threshold, max_shards=max_shards, servers=servers)
     configs = dict(base.variables)
     for name, config in base.variables.items():

@@ -2,7 +2,15 @@
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph
-from offbeat.strategy.builders._common import Size, bytes_option, count_option, served, server_ranks, shards_for
+from offbeat.strategy.builders._common import (
+    Size,
+    bytes_option,
+    count_option,
+    served,
+    server_ranks,
+    server_speeds,
+    shards_for,
+)
 from offbeat.strategy.model import Strategy
 
 
@@ -23,4 +31,5 @@ def build(
     limit = bytes_option("threshold", threshold, minimum=0)
     ranks = server_ranks(cluster, servers)
     most = len(ranks) if max_shards is None else min(len(ranks), count_option("max_shards", max_shards))
-    return Strategy(variables=served(graph, ranks, lambda variable: shards_for(variable, limit, most)))
+    speeds = server_speeds(cluster)
+    return Strategy(variables=served(graph, ranks, lambda variable: shards_for(variable, limit, most), speeds))

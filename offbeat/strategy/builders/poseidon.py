@@ -4,7 +4,15 @@ from math import prod
 
 from offbeat.cluster import ClusterSpec
 from offbeat.graph import ModelGraph, Variable
-from offbeat.strategy.builders._common import ServerLoads, Size, bytes_option, server_ranks, shards_for, trained
+from offbeat.strategy.builders._common import (
+    ServerLoads,
+    Size,
+    bytes_option,
+    server_ranks,
+    server_speeds,
+    shards_for,
+    trained,
+)
 from offbeat.strategy.model import Shard, Strategy, VariableConfig
 
 
@@ -19,7 +27,7 @@ def build(graph: ModelGraph, cluster: ClusterSpec, *, threshold: Size = "2MiB", 
     """
     limit = bytes_option("threshold", threshold, minimum=0)
     ranks = server_ranks(cluster, servers)
-    loads = ServerLoads(ranks)
+    loads = ServerLoads(ranks, server_speeds(cluster))
     broadcast = VariableConfig(shards=(Shard(synchronizer="factor_broadcast"),))
     return Strategy(
         variables={
