@@ -83,10 +83,13 @@ class Runtime:
         """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
+        self.release_hooks: list[Callable[[], None]] = []
+        """Called when model and optimizer are about to become what they were."""
         self.opened: dict[Key, Channel] = {}
         """The channels of all plans so far."""
         self.parameters = variables_of(model, plan)
-        mode, reason = self._check(plan)
+        mode, reason = self.fits(plan)
+        check_ranks_agree(plan, self.world)
         self.world.watch(range(self.world.size))
         share_state([*model.parameters(), *model.buffers()], self.world, plan)
         self._attach(plan, mode, reason)
@@ -110,12 +113,12 @@ class Runtime:
         """The plan in force: the one it was made with, or the one with the order that was found since."""
         return self.engine.plan
 
-    def _check(self, plan: Plan) -> tuple[Mode, str]:
-        """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
+    def fits(self, plan: Plan) -> tuple[Mode, str]:
+        """The mode in which to run, and why; StrategyError unless model and optimizer can run the plan here."""
+        variables_of(self.model, plan)
         if plan.strategy.fsdp is not None:
             raise StrategyError("fsdp: a running job cannot switch to fully_shard; use it from the start")
         _check_messages(plan, self.optimizer_class, self.device)
-        check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
@@ -151,18 +154,23 @@ class Runtime:
         self.step_hooks.append(self._after_first_step)
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
+    def check_switch(self, plan: Plan) -> tuple[Mode, str]:
+        """What `fits` says of a plan that is to follow the present one."""
+        if len(self.plan.replicas) < self.world.size:
+            raise StrategyError("a job with servers that hold no replica cannot change its plan or its model")
+        for aspect in ("recompute", "fusion", "precision", "accumulation"):
+            if getattr(plan.strategy, aspect) != getattr(self.plan.strategy, aspect):
+                raise StrategyError(f"a running job cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
+        return self.fits(plan)
+
     def switch(self, plan: Plan) -> None:
         """Switches to another plan from the next step on. Parameters and optimizer state do not change.
 
         Every rank must call it between two steps, with the same plan.
         """
-        before = self.plan.strategy
-        if len(self.plan.replicas) < self.world.size:
-            raise StrategyError("a job with servers that hold no replica cannot change its plan or its model")
-        for aspect in ("recompute", "fusion", "precision", "accumulation"):
-            if getattr(plan.strategy, aspect) != getattr(before, aspect):
-                raise StrategyError(f"a running job cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
-        mode, reason = self._check(plan)
+        # Whatever may be refused is refused before anything is taken apart.
+        mode, reason = self.check_switch(plan)
+        check_ranks_agree(plan, self.world)
         old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
@@ -195,6 +203,8 @@ class Runtime:
 
     def release(self) -> None:
         """Makes model and optimizer what they were before distribute(); every rank must call it."""
+        for hook in self.release_hooks:
+            hook()
         state = self._detach()
         self.engine.channels.close()
         for undo in self.undo:

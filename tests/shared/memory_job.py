@@ -352,6 +352,7 @@ class MemoryWorld:
         self.lost_ranks = job.lost_ranks
         self.device = torch.device("cpu")
         self.staged = False
+        self.backend = ""
 
     def set(self, key: str, value: bytes) -> None:
         with self.job.changed:
@@ -370,6 +371,9 @@ class MemoryWorld:
         self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta, on_host: bool = False
     ) -> MemoryChannel:
         return MemoryChannel(self.job, name, ranks, self.rank, timeout)
+
+    def default_channel(self) -> MemoryChannel:
+        return self.channel
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self.channel.broadcast(tensor, root).wait()

@@ -92,6 +92,8 @@ class World(Protocol):
     """Where this rank's tensors are."""
     staged: bool
     """They reach ranks without a GPU only through host memory."""
+    backend: str
+    """What carries them: 'gloo', 'nccl'."""
 
     def set(self, key: str, value: bytes) -> None:
         """Puts a value into the job's store."""
@@ -110,6 +112,9 @@ class World(Protocol):
     ) -> Channel:
         """A channel among `ranks`, all of which must open it; `name` differs from that of every other channel. One
         `on_host` takes tensors in host memory, wherever this rank's are."""
+
+    def default_channel(self) -> Channel:
+        """One among all ranks that the job has from the start; it stays open."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Every rank's tensor becomes the root's."""

@@ -1,0 +1,42 @@
+"""strategy="auto" is a guest: what it does never gets in a script's way, whatever the script does."""
+
+import pytest
+from cases import mostly_slow
+from harness import Pools
+
+FOUND = "partitioned_all_reduce"
+"""What the search of these jobs favours."""
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_two_models_that_train_against_each_other_are_both_tuned(pools: Pools, calls: int) -> None:
+    for answer in pools(2).call("adversaries", steps=24, calls=calls, timeout=60):
+        assert answer["error"] <= 1e-12
+        maker, critic = answer["tried"]
+        assert FOUND in maker, answer["said"]
+        # A step in which the critic is called once in one pass and twice in the other cannot be replayed.
+        assert FOUND in critic if calls == 1 else not critic, answer["said"]
+        assert all(map(any, zip(answer["tried"], answer["said"], strict=True))), (
+            "a plan is tried, or it is told why none is"
+        )
+        assert not answer["hurried"], "threads take turns as they did before"
+
+
+@pytest.mark.parametrize(("how", "tuned"), [("parts", True), ("weights", False)])
+def test_a_model_that_is_never_called_itself_is_tuned_or_keeps_its_plan(pools: Pools, how: str, tuned: bool) -> None:
+    for answer in pools(2).call("by_hand", how=how, steps=20, timeout=60):
+        assert answer["error"] <= 1e-12
+        assert (FOUND in answer["tried"]) == tuned, answer["said"]
+        if not tuned:
+            assert answer["said"] == ["keeps 'ddp': the recorded steps called no part of the model"]
+
+
+@pytest.mark.parametrize("mesh", mostly_slow([False, True], [False]), ids=["group", "mesh"])
+def test_some_ranks_of_a_job_are_tuned_while_others_know_nothing_of_it(pools: Pools, mesh: bool) -> None:
+    answers = pools(4).call("part_of_a_job", steps=20, mesh=mesh, timeout=60)
+    for rank, answer in enumerate(answers):
+        assert answer["error"] <= 1e-12
+        assert (FOUND in answer["tried"]) == (rank < 2), answer["said"]
+        both, whole = answer["refused"]
+        assert both == "distribute: pass process_group or device_mesh, not both"
+        assert "device_mesh has 2 dimensions ['job', 'data']; pass the data-parallel one, such as mesh['job']" in whole
