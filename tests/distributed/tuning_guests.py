@@ -1,14 +1,11 @@
 """strategy="auto" in scripts that are not one model in one loop on one job → what they end with and what it decided."""
 
-import os
 import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import small_models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

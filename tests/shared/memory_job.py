@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
@@ -362,6 +362,13 @@ class MemoryWorld:
     def get(self, key: str) -> bytes:
         self.job.wait_until(lambda: key in self.job.values, self.rank, None, f"key {key!r}", self.job.timeout)
         return self.job.values[key]
+
+    def wait_for(self, keys: Sequence[str], meanwhile: Callable[[], None]) -> None:
+        def all_set() -> bool:
+            meanwhile()
+            return all(key in self.job.values for key in keys)
+
+        self.job.wait_until(all_set, self.rank, None, f"keys {list(keys)}", self.job.timeout)
 
     def next_generation(self) -> int:
         self.generation += 1

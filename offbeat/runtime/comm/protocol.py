@@ -4,7 +4,7 @@
 with a thread per rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -100,6 +100,9 @@ class World(Protocol):
 
     def get(self, key: str) -> bytes:
         """A value of the job's store; waits until some rank has set it."""
+
+    def wait_for(self, keys: Sequence[str], meanwhile: Callable[[], None]) -> None:
+        """Waits until all of these keys are set; calls `meanwhile` at times, which may give up by an error."""
 
     def next_generation(self) -> int:
         """A number that this rank has not had before, for the keys and channels of one plan.
