@@ -13,6 +13,8 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+import torch
+
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.interval import Interval, Trust
 from offbeat.cost.measured import Costs
@@ -112,7 +114,8 @@ class Tuner:
         self.begun = self.clock.now()
         self.step: tuple[Moment, Moment] = self.begun, self.begun
         """The last step: its beginning and its end."""
-        runtime.step_hooks.append(self.after_step)
+        # A compiled training loop must not compile this.
+        runtime.step_hooks.append(torch.compiler.disable(self.after_step))
         runtime.refit_hooks.append(self._start_over)
         runtime.release_hooks.append(self.close)
 
@@ -152,7 +155,8 @@ class Tuner:
         try:
             traces = yield from self._record()
             if traces is None:
-                self._tell(f"keeps '{self.runtime.plan.strategy.name}': the recorded steps called no part of the model")
+                name = self.runtime.plan.strategy.name
+                self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
                 return
             if searcher is not None:
                 searcher.ask(self._request(traces))

@@ -164,6 +164,7 @@ class Recorder:
 
     def _attach(self, module: torch.nn.Module) -> None:
         """Begins to record this model; the present step began before."""
+        self.runtime = runtime_of(module)
         self.clock = clock_of(next(module.parameters()).device)
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -181,12 +182,12 @@ class Recorder:
         self._listen_to_calls(module)
         if self.footprints and not sharded and uncompiled(module) is module:
             self.footprint = Footprint(inner)
-        self.runtime = runtime_of(module)
         ticks = self._tick() if self._meets() else []
         self._listen_to_communication(module)
         if self.calibrate and self._meets() and dist.is_initialized() and dist.get_world_size() > 1:
             calibrate_job(self.folder)
-        self._write(self._header(inner))
+        facts = {"rank": self.rank, "job": self.kind, "modules": self.modules, "gradients": list(self.numbers)}
+        self._write(_header(inner, self._world()) | facts)
         if self._meets():
             self._write({"clock": ticks})
         self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
@@ -202,8 +203,8 @@ class Recorder:
     def _listen_to_calls(self, module: torch.nn.Module) -> None:
         split = vars(module).get("forward")
         if not isinstance(split, MicroBatches):
-            self.undo.callback(module.register_forward_pre_hook(self._forward_begins, prepend=True).remove)
-            self.undo.callback(module.register_forward_hook(self._forward_ends, always_call=True).remove)
+            self._keep(module.register_forward_pre_hook(self._forward_begins, prepend=True))
+            self._keep(module.register_forward_hook(self._forward_ends, always_call=True))
             return
 
         def noted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -240,8 +241,15 @@ class Recorder:
             row[2] = self.clock.about_now() if len(self.line["local"]) > self.waits else row[1]
 
         # Offbeat's runtime waits for a module's variables between the two; where it need not, one mark serves for both.
-        self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
-        self.undo.callback(module.register_forward_pre_hook(begins).remove)
+        self._keep(module.register_forward_pre_hook(reached, prepend=True))
+        self._keep(module.register_forward_pre_hook(begins))
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        """A hook in the model, until the recording ends; copies of the model go without."""
+        self.undo.callback(handle.remove)
+        if self.runtime is not None:
+            self.runtime.visitors.add(handle.id)
+            self.undo.callback(self.runtime.visitors.discard, handle.id)
 
     def _listen_to_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         number = self.numbers[name]
@@ -274,25 +282,6 @@ class Recorder:
             if listen_to_buckets(module, self):
                 return
         CollectiveListener(self)
-
-    def _header(self, model: torch.nn.Module) -> dict[str, Any]:
-        device, world = next(model.parameters()).device, self._world()
-        return {
-            "offbeat_trace": FORMAT,
-            "rank": self.rank,
-            **({"world": 1, "backend": ""} if world is None else {"world": world.size, "backend": world.backend}),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "job": self.kind,
-            "machine": machine_name(),
-            **this_place()._asdict(),
-            "unix_seconds": time.time(),
-            "clock_seconds": time.perf_counter(),
-            "modules": self.modules,
-            "parameters": [
-                (n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()
-            ],
-            "gradients": list(self.numbers),
-        }
 
     def _world(self) -> World | None:
         """The ranks among which this one is numbered."""
@@ -427,6 +416,22 @@ def _quick_switches() -> Generator[None, None, None]:
         sys.setswitchinterval(_intervals[-1])
         if len(_intervals) == 1:
             _intervals.clear()
+
+
+def _header(model: torch.nn.Module, world: World | None) -> dict[str, Any]:
+    """What a trace says first of a model, and of where it is trained."""
+    device = next(model.parameters()).device
+    return {
+        "offbeat_trace": FORMAT,
+        "world": 1 if world is None else world.size,
+        "backend": "" if world is None else world.backend,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "machine": machine_name(),
+        **this_place()._asdict(),
+        "unix_seconds": time.time(),
+        "clock_seconds": time.perf_counter(),
+        "parameters": [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()],
+    }
 
 
 def exchange_ticks(world: World, count: int) -> list[tuple[int, float, float]]:

@@ -85,6 +85,8 @@ class Runtime:
         """Called with the new graph when the training loop has changed the model."""
         self.release_hooks: list[Callable[[], None]] = []
         """Called when model and optimizer are about to become what they were."""
+        self.visitors: set[int] = set()
+        """Ids of the hooks by which others observe the model for a while; copies go without them."""
         self.opened: dict[Key, Channel] = {}
         """The channels of all plans so far."""
         self.parameters = variables_of(model, plan)
@@ -277,7 +279,7 @@ class Runtime:
     def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the model without the hooks and classes that distribute() gave it."""
         # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
-        for kept in (self, self.engine, self.gate, *self.engine.synchronisers):
+        for kept in (self, self.engine, self.gate, *self.engine.synchronisers, self.engine.reports.observer):
             memo[id(kept)] = kept
         copied = self.model_class.__new__(self.model_class)
         memo[id(self.model)] = copied
@@ -285,7 +287,7 @@ class Runtime:
             if name != "_offbeat":
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
-        ours = {handle.id for handle in (*self.gate.handles, *others)}
+        ours = self.visitors.union(handle.id for handle in (*self.gate.handles, *others))
         for module in copied.modules():
             for hooks in hooks_of(module):
                 for number in ours & hooks.keys():

@@ -2,14 +2,18 @@
 
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import guest_changes
+import guest_loops
+import guest_parameters
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from guest_job import Job, Net
+from guests import guest
 from training import TIMEOUT, untimed_links
 from tuning_online import favouring
 
@@ -39,6 +43,9 @@ def hasty(builder: str = "partitioned_all_reduce") -> Generator[None, None, None
 
     with mock.patch.multiple(tuner, start_search=favouring(builder), link_fit=known_link, **SHORT), untimed_links():
         yield
+
+
+GUEST_STEPS = 20
 
 
 def noted_switches(runtime: Runtime) -> list[str]:
@@ -85,6 +92,24 @@ def adversaries(steps: int, calls: int) -> dict[str, Any]:
         for job in ours:
             job.model._offbeat.release()
     return {"error": error, "tried": tried, "said": said, "hurried": sys.getswitchinterval() != interval}
+
+
+def guest_under_auto(name: str) -> dict[str, Any]:
+    """How far a pattern, over more steps than usual, ends up from the reference, and what "auto" did meanwhile."""
+    tried: list[str] = []
+    switch = Runtime.switch
+
+    def noted(runtime: Runtime, plan: Any) -> None:
+        switch(runtime, plan)
+        tried.append(plan.strategy.name)
+
+    with ExitStack() as more:
+        for module in (guest_changes, guest_loops, guest_parameters):
+            more.enter_context(mock.patch.object(module, "STEPS", GUEST_STEPS))
+        more.enter_context(mock.patch.object(Runtime, "switch", noted))
+        more.enter_context(hasty())
+        answer = guest(name, "auto")
+    return answer | {"tried": tried}
 
 
 def by_hand(how: str, steps: int) -> dict[str, Any]:
