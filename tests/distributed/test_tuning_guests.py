@@ -1,9 +1,11 @@
 """strategy="auto" is a guest: what it does never gets in a script's way, whatever the script does."""
 
+from pathlib import Path
+
 import pytest
 from cases import mostly_slow
 from guests import PATTERNS
-from harness import Pools
+from harness import Pools, free_port, run_script
 
 FOUND = "partitioned_all_reduce"
 """What the search of these jobs favours."""
@@ -51,3 +53,20 @@ def test_a_pattern_under_auto_equals_averaging_by_hand(pools: Pools, pattern: st
         # Rows of an embedding that occur several times are summed in another order than by hand.
         assert answer["equal"] or (pattern == "sparse_embeddings" and answer["error"] < 1e-15), answer
         assert answer["trained"]
+
+
+@pytest.mark.parametrize("when", ["records", "searches"])
+def test_distributing_again_ends_what_auto_has_begun(pools: Pools, when: str) -> None:
+    for rank, answer in enumerate(pools(2).call("distributed_twice", when=when)):
+        assert answer["error"] <= 1e-12
+        assert answer["ended"] == ([True] if rank == 0 else []), "the search process has ended"
+        assert not answer["observed"]
+        assert not answer["hurried"]
+        assert not answer["hooks"]
+
+
+@pytest.mark.parametrize("model", mostly_slow(["same", "new"], ["same"]))
+def test_a_job_can_be_left_and_joined_again_in_one_process(model: str) -> None:
+    """As in a notebook; the script itself checks what it trains."""
+    ports = [str(free_port()) for _ in range(3)]
+    assert run_script(Path(__file__).with_name("again_job.py"), 2, model, *ports, seconds=60) == [0, 0]

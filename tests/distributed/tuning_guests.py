@@ -19,8 +19,9 @@ from tuning_online import favouring
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.online import tuner
+from offbeat.online import searcher, tuner
 from offbeat.runtime.distribute import Runtime
+from offbeat.torch_private import hooks_of
 
 SHORT = {
     "WARM_UP_STEPS": 1,
@@ -110,6 +111,47 @@ def guest_under_auto(name: str) -> dict[str, Any]:
         more.enter_context(hasty())
         answer = guest(name, "auto")
     return answer | {"tried": tried}
+
+
+def distributed_twice(when: str) -> dict[str, Any]:
+    """What the first "auto" leaves behind if the model is distributed again while it records or searches."""
+    processes: list[searcher.Searcher] = []
+
+    class Noted(searcher.Searcher):
+        def __init__(self) -> None:
+            super().__init__()
+            processes.append(self)
+
+    interval = sys.getswitchinterval()
+    until = {"records": lambda tuned: tuned.engine.reports.observer is not None, "searches": lambda _: bool(asked)}
+    asked: list[Any] = []
+    ask = searcher.Searcher.ask
+
+    def noted_ask(self: searcher.Searcher, request: dict[str, Any]) -> None:
+        ask(self, request)
+        asked.append(request)
+
+    with hasty(), mock.patch.object(tuner, "start_search", Noted), mock.patch.object(Noted, "ask", noted_ask):
+        job, reference = Job("auto"), Job(None)
+        first, step = job.model._offbeat, 0
+        going_on = torch.ones(1)
+        while going_on.item():
+            job.step(step)
+            reference.step(step)
+            step += 1
+            if dist.get_rank() == 0:
+                going_on.fill_(step < 40 and not until[when](first))
+            dist.broadcast(going_on, 0)
+        offbeat.distribute(job.model, job.optimizer, "overlap")
+        ended = [each.process.poll() is not None for each in processes]
+        observed = first.engine.reports.observer is not None or bool(first.visitors)
+        for later in range(step, step + 2):
+            job.step(later)
+            reference.step(later)
+    answer = {"error": farthest(job.model, reference.model), "ended": ended, "observed": observed}
+    answer["hurried"] = sys.getswitchinterval() != interval
+    job.model._offbeat.release()
+    return answer | {"hooks": sum(len(each) for module in job.model.modules() for each in hooks_of(module))}
 
 
 def by_hand(how: str, steps: int) -> dict[str, Any]:

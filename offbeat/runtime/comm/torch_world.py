@@ -136,6 +136,9 @@ def torch_world(group: dist.ProcessGroup | None = None, device: torch.device | N
     group = group or default_group()
     key = group, _device(group, device)
     if key not in _worlds or _worlds[key].job is not default_store():
+        # Of process groups that have been destroyed nothing is kept: they have threads.
+        for other in [other for other, world in _worlds.items() if world.job is not default_store()]:
+            del _worlds[other]
         _worlds[key] = TorchWorld(*key)
     return _worlds[key]
 
