@@ -219,7 +219,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             yield
         while runtime.engine.reports.observer is not None:
             yield
-        recorder = MemoryRecorder()
+        recorder = MemoryRecorder(runtime)
         # A single rank has no other clock to compare with.
         recorder._tick = list  # type: ignore[method-assign]
         with recorder:

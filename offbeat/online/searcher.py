@@ -106,7 +106,9 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     issue_seconds = profile.host_late * ISSUE_SECONDS
     costs = replace(profile.costs, encoding_seconds_per_byte=request["encoding"])
     job = (profile.graph, profile.cluster, costs, profile.strategy)
-    found = candidates(*job, barrier=request["barrier"], issue_seconds=issue_seconds, allow=request["allow"])
+    limits = {"barrier": request["barrier"], "issue_seconds": issue_seconds, "allow": request["allow"]}
+    # A script may save the optimizer on one rank, as with DDP. Jobs with servers or a memory limit do not come here.
+    found = candidates(*job, **limits, whole_state=True)
     trust = trust_in(profile)
     return {
         "graph": profile.graph.to_json().decode(),

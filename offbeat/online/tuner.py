@@ -7,20 +7,20 @@ job began with has not proven anything either: against DDP's way it must be the 
 Later, when steps have become longer or shorter than they were, it looks again. Every decision is told once, on rank 0.
 """
 
-import json
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-import orjson
+import torch
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.interval import Interval, Trust
 from offbeat.cost.measured import Costs
+from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
+from offbeat.online.agreement import Agreement
 from offbeat.online.searcher import Searcher, SearchFailed
 from offbeat.online.verdict import NEEDED, Verdict
 from offbeat.plan import Plan, lower
@@ -64,7 +64,6 @@ SLOW = 1.1
 WATCHED_STEPS = 25
 DRIFT = 0.2
 """Share by which steps must have changed before the search starts over."""
-MOST_RECORDING_RANKS = 8
 start_search: Callable[[], Searcher] = Searcher
 
 
@@ -102,9 +101,7 @@ class Tuner:
         self.cluster = cluster
         self.world = runtime.world
         self.rank = self.world.rank
-        # Keys in the store must differ from those of an earlier tuner.
-        self.keys = f"offbeat/online/{self.world.next_generation()}"
-        self.questions = 0
+        self.ranks = Agreement(self.world)
         self.usual = 0.0
         """Seconds of a step with the present plan."""
         self.proven = False
@@ -117,13 +114,19 @@ class Tuner:
         self.begun = self.clock.now()
         self.step: tuple[Moment, Moment] = self.begun, self.begun
         """The last step: its beginning and its end."""
-        runtime.step_hooks.append(self.after_step)
+        # A compiled training loop must not compile this.
+        runtime.step_hooks.append(torch.compiler.disable(self.after_step))
         runtime.refit_hooks.append(self._start_over)
+        runtime.release_hooks.append(self.close)
+
+    def close(self) -> None:
+        """Ends a search or a recording that is under way."""
+        self.phases.close()
 
     def _start_over(self, graph: ModelGraph) -> None:
         """The training loop has changed the model, so the measurements no longer apply."""
         self.graph = graph
-        self.phases.close()
+        self.close()
         self.phases = self._run()
         next(self.phases)
 
@@ -151,6 +154,10 @@ class Tuner:
         searcher = start_search() if self.rank == 0 else None
         try:
             traces = yield from self._record()
+            if traces is None:
+                name = self.runtime.plan.strategy.name
+                self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
+                return
             if searcher is not None:
                 searcher.ask(self._request(traces))
             answered, found = yield from self._answer(searcher)
@@ -159,9 +166,9 @@ class Tuner:
                 searcher.close()
         if found:
             self.runtime.predict = partial(_predict, found["graph"], found["costs"])
-        chosen = self._agree(contenders(found, self.usual) if found else [])
+        chosen = self.ranks.agree(contenders(found, self.usual) if found else [])
         if chosen:
-            yield from self._race(self._agree(found["graph"] if found else ""), chosen)
+            yield from self._race(self.ranks.agree(found["graph"] if found else ""), chosen)
         elif answered:
             self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
 
@@ -176,7 +183,7 @@ class Tuner:
                     found = searcher.answer()
                 except SearchFailed as error:
                     failure = str(error)
-            state = self._agree({"done": found is not None, "failure": failure})
+            state = self.ranks.agree({"done": found is not None, "failure": failure})
             if state["failure"]:
                 self._tell(f"keeps '{self.runtime.plan.strategy.name}': {state['failure']}")
                 return False, None
@@ -187,22 +194,41 @@ class Tuner:
         """Runs the chosen plans against the present one, and goes on with the fastest if it proves to be faster."""
         recorded = ModelGraph.from_json(graph)
         present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
-        others = [Runner(each["name"], self._lowered(recorded, each), each) for each in chosen]
+        others = self._runners(recorded, chosen)
+        if not others:
+            return
         spent = yield from self._heats(present, others)
         champion = present
-        for place, even, hopeful in self._agree(self._finalists(present, others)):
+        for place, even, hopeful in self.ranks.agree(self._finalists(present, others)):
             other, verdict = others[place], Verdict(present.heats, others[place].heats)
             # Where even plans cannot be told apart, something is left for the plans after them.
             most_steps = (MOST_STEPS - spent) // (2 if even and len(others) > 1 else 1)
             if hopeful and min(NEEDED) * PAIR_STEPS <= most_steps:
                 verdict = Verdict(even=even)
                 spent += yield from self._final(champion, other, verdict, most_steps)
-                if self._agree(verdict.kept):
+                if self.ranks.agree(verdict.kept):
                     champion, self.graph, self.usual = other, recorded, median(verdict.new)
             if verdict.new:
                 self._tell_of(other, verdict, kept=other is champion)
         self._run_with(champion)
         self.proven = True
+
+    def _runners(self, recorded: ModelGraph, chosen: list[dict[str, Any]]) -> list[Runner]:
+        """The chosen plans that this job can run."""
+        found = []
+        for each in chosen:
+            try:
+                runner, obstacle = Runner(each["name"], self._lowered(recorded, each), each), ""
+                self.runtime.check_switch(runner.plan)
+            except OffbeatError as error:
+                obstacle = str(error)
+            # No rank may switch, and wait for the others, where one of them cannot.
+            obstacle = next(filter(None, self.ranks.ask_all(obstacle)), "")
+            if obstacle:
+                self._tell(f"drops '{each['name']}', which this job cannot run: {obstacle}", strategy=each["name"])
+            else:
+                found.append(runner)
+        return found
 
     def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool, bool]]:
         """The places of the others in the order of their finals, whether a final is on even terms, and whether the
@@ -242,7 +268,7 @@ class Tuner:
             verdict.add(seconds[False], seconds[True])
             pair.reverse()
             spent += PAIR_STEPS
-            if self._agree(verdict.decision != "open" or spent + PAIR_STEPS > most_steps):
+            if self.ranks.agree(verdict.decision != "open" or spent + PAIR_STEPS > most_steps):
                 return spent
 
     def _run_with(self, runner: Runner) -> None:
@@ -293,9 +319,9 @@ class Tuner:
     def _tell(self, what: str, **figures: Any) -> None:
         tell(self.runtime, Decision(self.runtime.steps, what, **figures))
 
-    def _record(self) -> Generator[None, None, list[bytes]]:
-        """Some steps with a recorder; returns its lines."""
-        recorder = MemoryRecorder()
+    def _record(self) -> Generator[None, None, list[bytes] | None]:
+        """Some steps with a recorder; returns its lines, or None if no part of the model was called on rank 0."""
+        recorder = MemoryRecorder(self.runtime)
         with recorder:
             steps = []
             for _ in range(RECORDED_STEPS + 1):
@@ -304,7 +330,9 @@ class Tuner:
                 steps.append(self.step)
         # Recording takes a little time too, which a plan on trial must not win by.
         self.usual = min(self.usual, median(self._seconds(steps[1:])))
-        traces = self._gather(recorder.lines)
+        if not self.ranks.agree(any(line.get("forward") for line in recorder.lines)):
+            return None
+        traces = self.ranks.gather(recorder.lines)
         self.runtime.link = yield from self._measure_link()
         return traces
 
@@ -321,36 +349,14 @@ class Tuner:
                 return end.value
             yield
 
-    def _gather(self, lines: list[dict[str, Any]]) -> list[bytes]:
-        """The recorded lines of the first ranks, on rank 0."""
-        recording = range(min(self.world.size, MOST_RECORDING_RANKS))
-        self.questions += 1
-        if self.rank in recording and self.rank:
-            self.world.set(f"{self.keys}/trace/{self.questions}/{self.rank}", zlib.compress(orjson.dumps(lines), 1))
-        if self.rank:
-            return []
-        others = [self.world.get(f"{self.keys}/trace/{self.questions}/{rank}") for rank in recording[1:]]
-        return [zlib.compress(orjson.dumps(lines), 1), *others]
-
     def _watch(self) -> Generator[None, None, None]:
         """Returns when step times have changed permanently."""
         off = 0
         while off < 2:
             now = median((yield from self._timed(WATCHED_STEPS)))
-            off = off + 1 if self._agree(abs(now / self.usual - 1) > DRIFT) else 0
+            off = off + 1 if self.ranks.agree(abs(now / self.usual - 1) > DRIFT) else 0
         self._tell(f"searches again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
         self.usual = now
-
-    # What the ranks agree on
-
-    def _agree(self, answer: Any) -> Any:
-        """Rank 0's answer, on every rank."""
-        self.questions += 1
-        key = f"{self.keys}/answer/{self.questions}"
-        if self.rank == 0:
-            self.world.set(key, json.dumps(answer).encode())
-            return answer
-        return json.loads(self.world.get(key))
 
     def _lowered(self, graph: ModelGraph, chosen: dict[str, Any]) -> Plan:
         strategy = Strategy.from_json(chosen["strategy"]).model_copy(update={"graph": "", "cluster": ""})

@@ -276,6 +276,11 @@ class Plan:
         return "barrier" if barrier else "deferred"
 
     @property
+    def whole_state(self) -> bool:
+        """Every replica updates all variables, and so holds all of the optimizer's state: one alone can save it."""
+        return self.strategy.fsdp is None and all(message.replicated for message in self.messages)
+
+    @property
     def shards(self) -> int:
         """Number of shards of each variable with fully_shard; 1 for other strategies."""
         return 1 if self.strategy.fsdp is None else len(self.replicas) // self.strategy.fsdp.replicas

@@ -201,7 +201,9 @@ def _alone(
             for phase in shares
         ]
     if not all(alone):
-        raise OffbeatError(f"{traces[0].path.parent}: no two ranks called the same modules in the same order")
+        raise OffbeatError(
+            f"{traces[0].path.parent}: the passes of a step do not call the same modules in the same order"
+        )
     forward, backward = (np.maximum(np.median(np.array(ranks), axis=0), 0.0).tolist() for ranks in alone)
     return costs, (forward, backward)
 

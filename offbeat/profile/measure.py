@@ -119,7 +119,7 @@ def profile_in_place(
 
     `link` is (seconds, seconds per byte) of an all-reduce among all ranks, where measured.
     """
-    traces = [read_rank(Path(f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
+    traces = [read_rank(Path("job", f"rank{rank}"), lines) for rank, lines in enumerate(recorded)]
     fits = {} if link is None else {("all_reduce", world): CollectiveFit(link[0], 0.0, link[1])}
     costs = replace(known_costs(traces[0].backend, world), collectives=fits)
     profile = make_profile(traces, costs)

@@ -4,8 +4,9 @@
         for batch in loader:
             step(batch); recorder.step()
 
-The recorder finds the model by itself: it looks at the first forward. From then on hooks note when each module with
-parameters of its own begins, when each gradient is complete, and when each collective could go, went and had ended.
+The recorder finds the model by itself: it looks at the first forward. One that a job makes for itself knows its model,
+and records that one alone, on the ranks that train it. From then on hooks note when each module with parameters of its
+own begins, when each gradient is complete, and when each collective could go, went and had ended.
 A loop that accumulates gradients has several forward and backward passes in a step; calls of `step()` between two steps
 of the optimizer belong to one step.
 Every step is written as one line of JSON, so that a crash loses at most the last one. On a GPU times are the GPU's own
@@ -17,7 +18,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.arguments import checked
 from offbeat.cpu_steal import ProcessorTime
@@ -40,7 +42,7 @@ from offbeat.profile.footprint import Footprint
 from offbeat.profile.lines import FORMAT
 from offbeat.profile.listen import CollectiveListener, TransactionListener, listen_to_buckets, wrap
 from offbeat.profile.plans import PlanWriter
-from offbeat.runtime.comm import CommunicationFailed
+from offbeat.runtime.comm import World, torch_world
 from offbeat.runtime.distribute import Runtime
 from offbeat.runtime.faults import explain
 from offbeat.runtime.memory import MicroBatches
@@ -53,6 +55,10 @@ SWITCH_SECONDS = 5e-4
 
 WAITING_STEPS = 16
 """Steps of a GPU that are written together: reading their times costs the host some milliseconds each."""
+
+
+_intervals: list[float] = []
+"""The process's own switch interval, and one for each recorder at work."""
 
 
 class Recorder:
@@ -94,12 +100,10 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         self._open()
         self.recording = True
-        self.finder = register_module_forward_pre_hook(self._first_forward)
-        self.undo.callback(self.finder.remove)
+        self._seek_model()
         if self.noting_transactions:
             self.transactions = TransactionListener(self)
-        self.undo.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH_SECONDS)
+        self.undo.enter_context(_quick_switches())
         return self
 
     def step(self) -> None:
@@ -154,10 +158,13 @@ class Recorder:
         if error is None and not self.kind:
             raise OffbeatError(f"{self.folder}: nothing was recorded, because no model was trained inside the block")
 
-    def _first_forward(self, module: torch.nn.Module, _: Any) -> None:
-        if not is_trained(module):
-            return
-        self.finder.remove()
+    def _seek_model(self) -> None:
+        """The model is the first module that is called to be trained."""
+        self.undo.callback(_when_training(self._attach).remove)
+
+    def _attach(self, module: torch.nn.Module) -> None:
+        """Begins to record this model; the present step began before."""
+        self.runtime = runtime_of(module)
         self.clock = clock_of(next(module.parameters()).device)
         sharded = isinstance(module, FSDPModule)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -175,16 +182,16 @@ class Recorder:
         _listen_to_calls(self, module)
         if self.footprints and not sharded and uncompiled(module) is module:
             self.footprint = Footprint(inner)
-        self.runtime = runtime_of(module)
         ticks = self._tick() if self._meets() else []
         self._listen_to_communication(module)
         if self.calibrate and self._meets() and dist.is_initialized() and dist.get_world_size() > 1:
             self._call_servers("offbeat.profile.calibrate:measure_all")
             calibrate_job(self.folder, 0 if self.runtime is None else self.runtime.plan.replicas[0])
-        self._write(self._header(inner))
+        facts = {"rank": self.rank, "job": self.kind, "modules": self.modules, "gradients": list(self.numbers)}
+        facts["servers"] = [] if self.runtime is None else self.runtime.plan.apart
+        self._write(_header(inner, self._world()) | facts)
         if self._meets():
             self._write({"clock": ticks})
-        # The present step began before the recorder was attached.
         self.line |= {"complete": False, "updated": False, "begin": self.clock.now()}
 
     def _meets(self) -> bool:
@@ -226,8 +233,15 @@ class Recorder:
             row[2] = self.clock.about_now() if len(self.line["local"]) > self.waits else row[1]
 
         # Offbeat's runtime waits for a module's variables between the two; where it need not, one mark serves for both.
-        self.undo.callback(module.register_forward_pre_hook(reached, prepend=True).remove)
-        self.undo.callback(module.register_forward_pre_hook(begins).remove)
+        self.keep(module.register_forward_pre_hook(reached, prepend=True))
+        self.keep(module.register_forward_pre_hook(begins))
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """A hook in the model, until the recording ends; copies of the model go without."""
+        self.undo.callback(handle.remove)
+        if self.runtime is not None:
+            self.runtime.visitors.add(handle.id)
+            self.undo.callback(self.runtime.visitors.discard, handle.id)
 
     def _listen_to_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
         number = self.numbers[name]
@@ -261,39 +275,18 @@ class Recorder:
                 return
         CollectiveListener(self)
 
-    def _header(self, model: torch.nn.Module) -> dict[str, Any]:
-        device = next(model.parameters()).device
-        return {
-            "offbeat_trace": FORMAT,
-            "rank": self.rank,
-            "world": dist.get_world_size() if dist.is_initialized() else 1,
-            "backend": dist.get_backend() if dist.is_initialized() else "",
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "job": self.kind,
-            "machine": machine_name(),
-            **this_place()._asdict(),
-            "unix_seconds": time.time(),
-            "clock_seconds": time.perf_counter(),
-            "modules": self.modules,
-            "parameters": [
-                (n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()
-            ],
-            "gradients": list(self.numbers),
-            "servers": [] if self.runtime is None else self.runtime.plan.apart,
-        }
+    def _world(self) -> World | None:
+        """The ranks among which this one is numbered."""
+        return torch_world() if dist.is_initialized() else None
 
     def _tick(self) -> list[tuple[int, float, float]]:
         """Compares clocks, unless there is only one."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        world, runtime = self._world(), self.runtime
+        if world is None or world.size == 1:
             return []
         self._call_servers("offbeat.profile.recorder:answer_ticks")
-        if self.runtime is None:
-            return exchange_ticks(self.ticks)
-        with explain(self.runtime.plan, what="the comparison of clocks"):
-            try:
-                return exchange_ticks(self.ticks)
-            except RuntimeError as error:
-                raise CommunicationFailed(str(error), self.runtime.world.lost_ranks) from error
+        with explain(runtime.plan, what="the comparison of clocks") if runtime else contextlib.nullcontext():
+            return exchange_ticks(world, self.ticks)
 
     def _begin_step(self) -> None:
         self.issued = 0
@@ -329,6 +322,8 @@ class Recorder:
     def _engine_stepped(self) -> None:
         self.line["updated"] = True
         if self.runtime is not None:
+            # The model itself is not called where the loop calls its parts.
+            self.followed = self.followed or (self.runtime.plan, self.runtime.engine.mode)
             self._note_memory(self.runtime.optimizer)
 
     def _note_memory(self, optimizer: torch.optim.Optimizer) -> None:
@@ -374,8 +369,8 @@ def _listen_to_calls(recorder: Recorder, module: torch.nn.Module) -> None:
     """Notes when the model's forward begins and ends."""
     split = vars(module).get("forward")
     if not isinstance(split, MicroBatches):
-        recorder.undo.callback(module.register_forward_pre_hook(recorder.forward_begins, prepend=True).remove)
-        recorder.undo.callback(module.register_forward_hook(recorder.forward_ends, always_call=True).remove)
+        recorder.keep(module.register_forward_pre_hook(recorder.forward_begins, prepend=True))
+        recorder.keep(module.register_forward_hook(recorder.forward_ends, always_call=True))
         return
 
     def noted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -407,31 +402,75 @@ def is_trained(module: torch.nn.Module) -> bool:
     return trains and torch.is_grad_enabled() and not is_capturing()
 
 
-def exchange_ticks(count: int) -> list[tuple[int, float, float]]:
-    """This rank's part of so many round trips with each peer: `lines.Tick`s. Every rank must call it."""
-    rank = dist.get_rank()
-    tensor = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+def _when_training(attach: Callable[[torch.nn.Module], None]) -> RemovableHandle:
+    """Calls `attach` with the first module that is called to be trained; the handle gives up waiting for it."""
+
+    def called(module: torch.nn.Module, _: Any) -> None:
+        if is_trained(module):
+            handle.remove()
+            attach(module)
+
+    handle = register_module_forward_pre_hook(called)
+    return handle
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Generator[None, None, None]:
+    """Threads wait for the interpreter no longer than `SWITCH_SECONDS`. Recorders of several models may overlap."""
+    if not _intervals:
+        _intervals.append(sys.getswitchinterval())
+    _intervals.append(SWITCH_SECONDS)
+    sys.setswitchinterval(_intervals[-1])
+    try:
+        yield
+    finally:
+        _intervals.pop()
+        sys.setswitchinterval(_intervals[-1])
+        if len(_intervals) == 1:
+            _intervals.clear()
+
+
+def _header(model: torch.nn.Module, world: World | None) -> dict[str, Any]:
+    """What a trace says first of a model, and of where it is trained."""
+    device = next(model.parameters()).device
+    return {
+        "offbeat_trace": FORMAT,
+        "world": 1 if world is None else world.size,
+        "backend": "" if world is None else world.backend,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "machine": machine_name(),
+        **this_place()._asdict(),
+        "unix_seconds": time.time(),
+        "clock_seconds": time.perf_counter(),
+        "parameters": [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters()],
+    }
+
+
+def exchange_ticks(world: World, count: int) -> list[tuple[int, float, float]]:
+    """This rank's part of so many round trips with each peer: `lines.Tick`s. Every rank of the job must call it."""
+    channel, rank = world.default_channel(), world.rank
+    tensor = torch.zeros(1, device=world.device)
     times = []
-    for peer in range(1, dist.get_world_size()) if rank == 0 else (rank,):
+    for peer in range(1, world.size) if rank == 0 else (rank,):
         for _ in range(count):
             begin = time.perf_counter()
             if rank == 0:
-                dist.send(tensor, peer)
-                dist.recv(tensor, peer)
+                channel.send(tensor, peer, 0)
+                channel.recv(tensor, peer, 0)
             else:
-                dist.recv(tensor, 0)
+                channel.recv(tensor, 0, 0)
             if tensor.is_cuda:
                 torch.cuda.synchronize()
             end = time.perf_counter()
             times.append((peer, begin if rank == 0 else end, end))
             if rank != 0:
-                dist.send(tensor, 0)
+                channel.send(tensor, 0, 0)
     return times
 
 
 def answer_ticks() -> None:
     """The part in a comparison of clocks of a rank that records nothing."""
-    exchange_ticks(Recorder.ticks)
+    exchange_ticks(torch_world(), Recorder.ticks)
 
 
 class MemoryRecorder(Recorder):
@@ -441,12 +480,26 @@ class MemoryRecorder(Recorder):
     """Few, because a training step waits for them."""
     footprints = False
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        """With `runtime`, only the model that it trains is recorded, from the beginning of the block on. All its ranks
+        must come there together, between two steps."""
         super().__init__("", calibrate=False)
         self.lines: list[dict[str, Any]] = []
+        self.subject = runtime
+        if runtime is not None:
+            self.rank = runtime.world.rank
 
     def _open(self) -> None:
         pass
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+
+    def _seek_model(self) -> None:
+        if self.subject is None:
+            super()._seek_model()
+        else:
+            self._attach(self.subject.model)
+
+    def _world(self) -> World | None:
+        return super()._world() if self.subject is None else self.subject.world

@@ -44,6 +44,8 @@ def gather_state(engine: Engine) -> dict[str, Any]:
     spread = _spread_variables(engine)
     if not spread:
         return whole
+    if engine.roll_call is not None:
+        engine.roll_call.meet()
     held = _held(engine)
     engine.owners.tell("state")
     commands = engine.channels.commands

@@ -81,10 +81,15 @@ class Runtime:
         """Called before every step of the optimizer."""
         self.refit_hooks: list[Callable[[ModelGraph], None]] = []
         """Called with the new graph when the training loop has changed the model."""
+        self.release_hooks: list[Callable[[], None]] = []
+        """Called when model and optimizer are about to become what they were."""
+        self.visitors: set[int] = set()
+        """Ids of the hooks by which others observe the model for a while; copies go without them."""
         self.opened: dict[Key, Channel] = {}
         """The channels of all plans so far."""
         self.parameters = variables_of(model, plan)
-        mode, reason = self._check(plan)
+        mode, reason = self.fits(plan)
+        check_ranks_agree(plan, self.world)
         self.world.watch(range(self.world.size))
         share_state([*model.parameters(), *model.buffers()], self.world, plan)
         self._attach(plan, mode, reason)
@@ -108,12 +113,12 @@ class Runtime:
         """The plan in force: the one it was made with, or the one with the order that was found since."""
         return self.engine.plan
 
-    def _check(self, plan: Plan) -> tuple[Mode, str]:
-        """The mode in which to run, and why; StrategyError unless model, optimizer and all ranks can run the plan."""
+    def fits(self, plan: Plan) -> tuple[Mode, str]:
+        """The mode in which to run, and why; StrategyError unless model and optimizer can run the plan here."""
+        variables_of(self.model, plan)
         if plan.strategy.fsdp is not None:
             raise StrategyError("fsdp: a running job cannot switch to fully_shard; use it from the start")
         _check_messages(plan, self.optimizer_class, self.device)
-        check_ranks_agree(plan, self.world)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
@@ -149,18 +154,23 @@ class Runtime:
         self.step_hooks.append(self._after_first_step)
         log.info("offbeat runs '%s' in %s mode: %s", plan.strategy.name, mode, reason)
 
+    def check_switch(self, plan: Plan) -> tuple[Mode, str]:
+        """What `fits` says of a plan that is to follow the present one."""
+        if len(self.plan.replicas) < self.world.size:
+            raise StrategyError("a job with servers that hold no replica cannot change its plan or its model")
+        for aspect in ("recompute", "fusion", "precision", "accumulation"):
+            if getattr(plan.strategy, aspect) != getattr(self.plan.strategy, aspect):
+                raise StrategyError(f"a running job cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
+        return self.fits(plan)
+
     def switch(self, plan: Plan) -> None:
         """Switches to another plan from the next step on. Parameters and optimizer state do not change.
 
         Every rank must call it between two steps, with the same plan.
         """
-        before = self.plan.strategy
-        if len(self.plan.replicas) < self.world.size:
-            raise StrategyError("a job with servers that hold no replica cannot change its plan or its model")
-        for aspect in ("recompute", "fusion", "precision", "accumulation"):
-            if getattr(plan.strategy, aspect) != getattr(before, aspect):
-                raise StrategyError(f"a running job cannot change its {aspect}: {getattr(plan.strategy, aspect)!r}")
-        mode, reason = self._check(plan)
+        # Whatever may be refused is refused before anything is taken apart.
+        mode, reason = self.check_switch(plan)
+        check_ranks_agree(plan, self.world)
         old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
@@ -194,6 +204,8 @@ class Runtime:
 
     def release(self) -> None:
         """Makes model and optimizer what they were before distribute(); every rank must call it."""
+        for hook in self.release_hooks:
+            hook()
         state = self._detach()
         self.engine.channels.close()
         for undo in self.undo:
@@ -273,7 +285,7 @@ class Runtime:
     def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the model without the hooks and classes that distribute() gave it."""
         # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
-        for kept in (self, self.engine, self.gate, *self.engine.synchronisers):
+        for kept in (self, self.engine, self.gate, *self.engine.synchronisers, self.engine.reports.observer):
             memo[id(kept)] = kept
         copied = self.model_class.__new__(self.model_class)
         memo[id(self.model)] = copied
@@ -281,7 +293,7 @@ class Runtime:
             if name != "_offbeat":
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
-        ours = {handle.id for handle in (*self.gate.handles, *others)}
+        ours = self.visitors.union(handle.id for handle in (*self.gate.handles, *others))
         for module in copied.modules():
             for hooks in hooks_of(module):
                 for number in ours & hooks.keys():

@@ -86,7 +86,7 @@ def search(
     FSDP2's strategies are candidates too, unless `passes` are named. `time_limit` is in seconds;
     with `rounds` of annealing given instead, the clock is not looked at and the result depends on the arguments alone.
     `passes` names the passes to run (see `offbeat.search.passes.PASSES`). The other options are those of `Problem`:
-    `mode`, `allow`, `micro_batches`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
+    `mode`, `allow`, `whole_state`, `micro_batches`, and the speed-ups `coarsen`, `partial_replay`, `symmetry`.
     """
     if not (isinstance(time_limit, (int, float)) and 0 <= time_limit < math.inf):
         raise OffbeatError(f"time_limit: {time_limit!r} must be a number of seconds, at least 0")
@@ -242,16 +242,18 @@ def candidates(
     barrier: bool = False,
     issue_seconds: float = 0.0,
     allow: Sequence[str] = (),
+    whole_state: bool = False,
 ) -> list[Candidate]:
     """The present strategy (by the name 'present') and others, the quickest first.
 
     `barrier` says that the training loop allows no deferred updates, whatever a strategy would like. `issue_seconds` is
     what each collective adds to a step whose host launches its work too late, which replay does not know. `allow` names
-    encoders that may be tried. Deferred plans have as many collectives under way as the present one.
+    encoders that may be tried. With `whole_state` every replica goes on holding all of the optimizer's state. Deferred
+    plans have as many collectives under way as the present one.
     """
     problem = Problem(graph, cluster, costs)
     found = []
-    for name, strategy in (*_others(graph, cluster, costs, allow), ("present", present)):
+    for name, strategy in (*_others(graph, cluster, costs, allow, whole_state), ("present", present)):
         waits = barrier or strategy.schedule.mode == "barrier"
         changes = {"mode": "barrier"} if waits else {"mode": "auto", "in_flight": present.schedule.in_flight}
         candidate = problem.evaluate(rescheduled(strategy, **changes), name)
@@ -282,16 +284,15 @@ def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Str
 
 
 def _others(
-    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, allow: Sequence[str]
+    graph: ModelGraph, cluster: ClusterSpec, costs: Costs, allow: Sequence[str], whole_state: bool
 ) -> Iterator[tuple[str, Strategy]]:
     for builder, options in _recipes(graph):
         yield f"{builder} {options['bucket'] // 1024} KiB", build_strategy(builder, graph, cluster, **options)
     yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
-    yield "searched", optimize(graph, cluster, costs=costs, time_limit=SEARCH_SECONDS, passes=SCHEDULING_PASSES)
+    limits: dict[str, Any] = {"costs": costs, "time_limit": SEARCH_SECONDS, "whole_state": whole_state}
+    yield "searched", optimize(graph, cluster, passes=SCHEDULING_PASSES, **limits)
     if allow:
-        passes = (*SCHEDULING_PASSES, "encode")
-        limits: dict[str, Any] = {"time_limit": SEARCH_SECONDS, "allow": allow}
-        yield "encoded", optimize(graph, cluster, costs=costs, passes=passes, **limits)
+        yield "encoded", optimize(graph, cluster, passes=(*SCHEDULING_PASSES, "encode"), allow=allow, **limits)
 
 
 def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:

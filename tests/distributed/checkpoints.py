@@ -1,6 +1,7 @@
 """Saving and restoring distributed training. Runs on every rank."""
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import training
 from reference import flat_parameters
+
+from offbeat.errors import StrategyError
 
 
 def _steps(net: Any, trainer: Any, first: int, last: int) -> list[float]:
@@ -26,6 +29,26 @@ def _steps(net: Any, trainer: Any, first: int, last: int) -> list[float]:
 def _fresh(kind: str, seed: int) -> tuple[Any, Any]:
     net = small_models.make("everything", seed=seed, sparse=kind != "adamw")
     return net, small_models.make_optimizer(kind, net.parameters())
+
+
+def saved_alone(builder: str) -> dict[str, Any]:
+    """The sentence with which rank 0 is refused the optimizer's state while the others train on, and how long that
+    takes; then all of them ask for it."""
+    rank = dist.get_rank()
+    net, trainer = _fresh("sgd", 0)
+    refused, seconds = "", 0.0
+    with training._distributed(net, trainer, builder, small_models.batch("everything", 0, rank)):
+        _steps(net, trainer, 0, 2)
+        if rank == 0:
+            began = time.monotonic()
+            try:
+                trainer.state_dict()
+            except StrategyError as error:
+                refused = str(error)
+            seconds = time.monotonic() - began
+        losses = _steps(net, trainer, 2, 4)
+        kept = trainer.state_dict()["state"]
+    return {"refused": refused, "seconds": seconds, "losses": losses, "kept": len(kept)}
 
 
 def resumed(builder: str, kind: str, through: str, directory: str) -> dict[str, Any]:

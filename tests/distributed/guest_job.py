@@ -68,7 +68,9 @@ class Job:
         )
         self.ours = strategy is not None
         self.strategy = strategy
-        if self.ours:
+        if strategy == "auto":
+            offbeat.distribute(self.model, self.optimizer, quiet=True)
+        elif strategy is not None:
             graph, cluster = skeleton(self.model), ClusterSpec.local(dist.get_world_size())
             built = build_strategy(strategy, graph, cluster, **OPTIONS.get(strategy, {}))
             offbeat.distribute(self.model, self.optimizer, built.model_copy(update={"graph": "", "cluster": ""}))

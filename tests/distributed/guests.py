@@ -31,7 +31,8 @@ def guest(name: str, strategy: str) -> dict[str, Any]:
     worst = max((float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True) if a.numel()), default=0.0)
     after = [p.detach() for p in reference.model.parameters()]
     moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return {"equal": equal, "error": worst, "trained": moved, "mode": ours.model.offbeat.mode}
+    said = [decision.what for decision in ours.model.offbeat.history]
+    return {"equal": equal, "error": worst, "trained": moved, "mode": ours.model.offbeat.mode, "said": said}
 
 
 def as_with_ddp(optimizer: str, strategy: str) -> dict[str, Any]:

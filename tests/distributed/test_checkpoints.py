@@ -26,3 +26,13 @@ def test_distributed_checkpoints_work_too(pools: Pools, tmp_path: Path, builder:
 @pytest.mark.parametrize("builder", mostly_slow(BUILDERS, ["uneven_partitioned_ps"]))
 def test_a_single_process_can_take_over_and_hand_back(pools: Pools, builder: str, kind: str):
     assert max(pools(2).call("single_process_round_trip", builder=builder, kind=kind)) < 1e-10
+
+
+@pytest.mark.parametrize("builder", mostly_slow(["sharded", "ps_load_balanced", "overlap"], ["sharded"]))
+def test_one_rank_that_saves_an_optimizer_alone_is_told_what_to_do(pools: Pools, builder: str) -> None:
+    first, other = pools(2).call("saved_alone", builder=builder)
+    assert ("call state_dict() on every rank, and save what it returns on one" in first["refused"]) == (
+        builder != "overlap"
+    )
+    assert first["seconds"] < 10
+    assert first["kept"] == other["kept"] > 0, "the job can go on"

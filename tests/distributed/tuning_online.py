@@ -26,6 +26,40 @@ from offbeat.strategy import build_strategy
 STEPS = 72
 
 
+def favouring(builder: str, seen: list[int] | None = None) -> type:
+    """A search in this process that answers at once, and always favours one builder.
+
+    `seen` gets the number of passes of the graphs it was given.
+    """
+
+    def favour(graph: Any, cluster: Any, costs: Any, present: Any, **_: Any) -> list[Candidate]:
+        if seen is not None:
+            seen.append(graph.passes)
+        chosen = build_strategy(builder, graph, cluster)
+        found = ((builder, chosen, 1e-3), ("present", present, 2e-3))
+        return [Candidate(name, strategy, each, lower(graph, cluster, strategy)) for name, strategy, each in found]
+
+    class Favour:
+        failure = ""
+
+        def ask(self, request: dict[str, Any]) -> None:
+            try:
+                with mock.patch("offbeat.search.optimize.candidates", favour):
+                    self.found = searcher.search(request)
+            except Exception as error:
+                self.failure = str(error)
+
+        def answer(self) -> dict[str, Any]:
+            if self.failure:
+                raise searcher.SearchFailed(self.failure)
+            return self.found
+
+        def close(self) -> None:
+            """Nothing is left behind."""
+
+    return Favour
+
+
 def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = True) -> dict[str, Any]:
     """Trains with "auto" while the search always favours one builder, whose steps are made slow if asked.
 
@@ -36,30 +70,11 @@ def tune_online(builder: str, slower: bool, passes: int = 1, no_sync: bool = Tru
     key = ("mlp", "sgd", "float64", STEPS, world, equal, sizes)
     expected = _shared(key, lambda: reference_run("mlp", "sgd", torch.float64, STEPS, world, equal, sizes))
 
-    def favour(graph: Any, cluster: Any, costs: Any, present: Any, **_: Any) -> list[Candidate]:
-        seen.append(graph.passes)
-        chosen = build_strategy(builder, graph, cluster)
-        found = ((builder, chosen, 1e-3), ("present", present, 2e-3))
-        return [Candidate(name, strategy, each, lower(graph, cluster, strategy)) for name, strategy, each in found]
-
-    class Favour:
-        """A search in this process that answers at once."""
-
-        def ask(self, request: dict[str, Any]) -> None:
-            with mock.patch("offbeat.search.optimize.candidates", favour):
-                self.found = searcher.search(request)
-
-        def answer(self) -> dict[str, Any]:
-            return self.found
-
-        def close(self) -> None:
-            """There is no process to end."""
-
     net = small_models.make("mlp", torch.float64, seed=rank)
     trainer = small_models.make_optimizer("sgd", net.parameters())
-    original, tuner.start_search = tuner.start_search, Favour
     names: list[str] = []
     seen: list[int] = []
+    original, tuner.start_search = tuner.start_search, favouring(builder, seen)
     seconds: list[float] = []
     try:
         offbeat.distribute(net, trainer, timeout=TIMEOUT)

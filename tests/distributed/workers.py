@@ -27,6 +27,7 @@ import switching
 import torch
 import torch.distributed as dist
 import training
+import tuning_guests
 import tuning_online
 
 import offbeat
@@ -45,6 +46,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         refusals,
         sharding,
         switching,
+        tuning_guests,
         tuning_online,
     )
     for name, function in vars(module).items()

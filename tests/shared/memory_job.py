@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
@@ -352,6 +352,7 @@ class MemoryWorld:
         self.lost_ranks = job.lost_ranks
         self.device = torch.device("cpu")
         self.staged = False
+        self.backend = ""
 
     def set(self, key: str, value: bytes) -> None:
         with self.job.changed:
@@ -362,6 +363,13 @@ class MemoryWorld:
         self.job.wait_until(lambda: key in self.job.values, self.rank, None, f"key {key!r}", self.job.timeout)
         return self.job.values[key]
 
+    def wait_for(self, keys: Sequence[str], meanwhile: Callable[[], None]) -> None:
+        def all_set() -> bool:
+            meanwhile()
+            return all(key in self.job.values for key in keys)
+
+        self.job.wait_until(all_set, self.rank, None, f"keys {list(keys)}", self.job.timeout)
+
     def next_generation(self) -> int:
         self.generation += 1
         return self.generation
@@ -370,6 +378,9 @@ class MemoryWorld:
         self, name: str, ranks: tuple[int, ...], in_flight: int, timeout: timedelta, on_host: bool = False
     ) -> MemoryChannel:
         return MemoryChannel(self.job, name, ranks, self.rank, timeout)
+
+    def default_channel(self) -> MemoryChannel:
+        return self.channel
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self.channel.broadcast(tensor, root).wait()

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from in_memory import distance, distributed, fresh, run_ranks, train
-from memory_job import MemoryWorld
+from in_memory import distance, distributed, fresh, run_ranks, run_to_end, train
+from memory_job import MemoryJob, MemoryWorld
 from reference import flat_parameters, graph_of, make_strategy, reference_run
 from small_strategies import OPTIONS
 
 from offbeat.cluster import ClusterSpec
+from offbeat.errors import StrategyError
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
 RANKS = 4
@@ -41,6 +42,41 @@ def saved(world: MemoryWorld, builder: str, kind: str, steps: int) -> dict[str, 
 def load(states: dict[str, Any], model: Any, optimizer: Any) -> None:
     model.load_state_dict(states["model"])
     optimizer.load_state_dict(states["optimizer"])
+
+
+@pytest.mark.parametrize("builder", ["overlap", "ps_load_balanced", "uneven_partitioned_ps", "sharded", "mixed"])
+def test_one_rank_saves_alone_or_learns_that_all_must(builder: str) -> None:
+    """`if rank == 0: torch.save(optimizer.state_dict())`, as scripts for DDP have it."""
+    graph, cluster, strategy = job("sharded" if builder == "mixed" else builder, "sgd")
+    if builder == "mixed":
+        # One shard with an owner spreads the state of its variable.
+        shards = Shard(), Shard(synchronizer="parameter_server", placement=(1,))
+        config = VariableConfig(partition=(2, 1), shards=shards)
+        largest = max((v for v in graph.variables if not v.sparse), key=lambda variable: variable.bytes)
+        strategy = Strategy(name="mixed", variables={largest.name: config})
+    asked = []
+
+    def saving(world: MemoryWorld) -> str:
+        model, optimizer = fresh(world, "everything", "sgd")
+        with distributed(world, model, optimizer, (graph, cluster, strategy)) as runtime:
+            train(world, "everything", model, optimizer, range(2))
+            optimizer.state_dict()
+            asked.append(runtime.plan.whole_state)
+            train(world, "everything", model, optimizer, range(2, 3))
+            if not world.rank:
+                optimizer.state_dict()
+            train(world, "everything", model, optimizer, range(3, 4))
+        return "trained"
+
+    outcomes, errors = run_to_end(MemoryJob(RANKS), saving)
+    if builder == "overlap":
+        assert all(asked)
+        assert outcomes == ["trained"] * RANKS
+        return
+    assert not any(asked)
+    assert isinstance(outcomes[0], StrategyError)
+    assert errors[0] is outcomes[0], "it ends before anyone waits in vain"
+    assert f"goes on training, but strategy {strategy.name!r} spreads it over the ranks; call" in str(errors[0])
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

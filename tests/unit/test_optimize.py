@@ -430,6 +430,18 @@ def test_a_running_job_is_offered_encoders_only_with_leave():
     assert "bf16" in encoders_of(allowed["encoded"].strategy).values()
 
 
+def test_a_running_job_is_offered_only_plans_whose_optimizer_state_one_rank_can_save():
+    """Where updates take long, sharded ones are the fastest."""
+    graph, costs = uneven()
+    costs = replace(costs, update_seconds_per_byte=1e-6)
+    present = build_strategy("ddp", graph, SLOW)
+    anyhow, whole = (candidates(graph, SLOW, costs, present, whole_state=each) for each in (False, True))
+    assert anyhow[0].strategy.engine == "sharded"
+    assert not anyhow[0].plan.whole_state
+    assert all(each.plan.whole_state for each in whole)
+    assert {each.name for each in whole} == {each.name for each in anyhow}
+
+
 def test_an_encoder_that_takes_longer_than_it_saves_is_not_chosen():
     graph, costs = uneven()
     slow = replace(costs, encoding_seconds_per_byte={"bf16": 1e-6})

@@ -33,21 +33,6 @@ FIFO = Schedule(policy="fifo", slice_bytes=1024)
 Pieces = list[tuple[tuple[str, ...], int]]
 
 
-class RankRecorder(MemoryRecorder):
-    """Records one rank of a job in memory, whose models all call torch's global hooks."""
-
-    def __init__(self, world: MemoryWorld, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.rank, self.world, self.model = world.rank, world.size, model
-
-    def _first_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module is self.model:
-            super()._first_forward(module, inputs)
-
-    def _header(self, model: torch.nn.Module) -> dict[str, Any]:
-        return super()._header(model) | {"world": self.world}
-
-
 def graph() -> ModelGraph:
     return graph_of("mlp", torch.float64, "sgd")
 
@@ -60,7 +45,7 @@ def record(
     def rank(world: MemoryWorld) -> list[dict[str, Any]]:
         model, optimizer = fresh(world, "mlp", "sgd")
         with distributed(world, model, optimizer, (graph(), CLUSTER, strategy)) as runtime:
-            with RankRecorder(world, model) as recorder:
+            with MemoryRecorder(runtime) as recorder:
                 for step in range(steps):
                     train(world, "mlp", model, optimizer, range(step, step + 1))
                     recorder.step()

@@ -79,12 +79,13 @@ class Channels:
         self.opened = opened
         self.limits = plan.strategy.schedule.in_flight, plan.strategy.schedule.credit_bytes
         everyone = tuple(plan.replicas)
-        generation = world.next_generation()
+        self.generation = world.next_generation()
+        """Tells keys and channels of this plan from those of others."""
         wanted, on_host = _wanted(plan), partial(_on_host, frozenset(plan.apart))
         # All ranks open theirs in one global order, so that no two wait for each other.
         for key in sorted(wanted - opened.keys()):
             way, ranks, in_flight, credit = key
-            name = f"offbeat/{generation}/{way}/{'.'.join(map(str, ranks))}"
+            name = f"offbeat/{self.generation}/{way}/{'.'.join(map(str, ranks))}"
             patience = PATIENCE if way == "command" else timeout
             channel = world.open_channel(name, ranks, in_flight, patience, on_host(key))
             opened[key] = channel if credit is None else cast(Channel, CreditChannel(channel, credit))

@@ -4,7 +4,7 @@
 with a thread per rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -92,12 +92,17 @@ class World(Protocol):
     """Where this rank's tensors are."""
     staged: bool
     """They reach ranks without a GPU only through host memory."""
+    backend: str
+    """What carries them: 'gloo', 'nccl'."""
 
     def set(self, key: str, value: bytes) -> None:
         """Puts a value into the job's store."""
 
     def get(self, key: str) -> bytes:
         """A value of the job's store; waits until some rank has set it."""
+
+    def wait_for(self, keys: Sequence[str], meanwhile: Callable[[], None]) -> None:
+        """Waits until all of these keys are set; calls `meanwhile` at times, which may give up by an error."""
 
     def next_generation(self) -> int:
         """A number that this rank has not had before, for the keys and channels of one plan.
@@ -110,6 +115,9 @@ class World(Protocol):
     ) -> Channel:
         """A channel among `ranks`, all of which must open it; `name` differs from that of every other channel. One
         `on_host` takes tensors in host memory, wherever this rank's are."""
+
+    def default_channel(self) -> Channel:
+        """One among all ranks that the job has from the start; it stays open."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Every rank's tensor becomes the root's."""

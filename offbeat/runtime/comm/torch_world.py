@@ -2,7 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -51,22 +52,38 @@ class TorchWorld:
         self.store.set(key, value)
 
     def get(self, key: str) -> bytes:
+        self.wait_for([key])
+        with self._errors():
+            return self.store.get(key)
+
+    def wait_for(self, keys: Sequence[str], meanwhile: Callable[[], None] = lambda: None) -> None:
         began = time.monotonic()
         patience = self.store.timeout.total_seconds()
-        try:
+        with self._errors():
             look_at = FIRST_LOOK_SECONDS
             # The store's own waiting does not hear Ctrl-C.
-            while not self.store.check([key]):
+            while not self.store.check(list(keys)):
                 waited = time.monotonic() - began
                 if waited > patience:
-                    raise dist.DistStoreError(f"nobody has set {key} for {patience:.0f} s")
-                if waited > look_at and self.liveness is not None:
-                    # Who is to set it may have died. Seldom, because each look leaves a connection at every port.
+                    raise dist.DistStoreError(f"nobody has set {self._missing(keys)} for {patience:.0f} s")
+                if waited > look_at:
+                    # Seldom, because each look for the dead leaves a connection at every port.
                     look_at *= 2
-                    if self.liveness.dead() and not self.store.check([key]):
-                        raise dist.DistStoreError(f"nobody is left to set {key}")
+                    meanwhile()
+                    dead = self.liveness is not None and self.liveness.dead()
+                    if dead and (missing := self._missing(keys)):
+                        raise dist.DistStoreError(f"nobody is left to set {missing}")
                 time.sleep(min(LONGEST_POLL_SECONDS, 5e-4 + waited / 10))
-            return self.store.get(key)
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        """The first of the keys that nobody has set, if there is one."""
+        return next((key for key in keys if not self.store.check([key])), "")
+
+    @contextmanager
+    def _errors(self) -> Generator[None, None, None]:
+        """Turns the store's errors into CommunicationFailed."""
+        try:
+            yield
         except dist.DistError as error:
             raise CommunicationFailed(str(error), self.lost_ranks) from error
 
@@ -119,6 +136,9 @@ def torch_world(group: dist.ProcessGroup | None = None, device: torch.device | N
     group = group or default_group()
     key = group, _device(group, device)
     if key not in _worlds or _worlds[key].job is not default_store():
+        # Of process groups that have been destroyed nothing is kept: they have threads.
+        for other in [other for other, world in _worlds.items() if world.job is not default_store()]:
+            del _worlds[other]
         _worlds[key] = TorchWorld(*key)
     return _worlds[key]
 

@@ -29,6 +29,7 @@ from offbeat.runtime.engine.updates import Updates
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import AliasCheck, unwatch, watch
 from offbeat.runtime.lifetime import script_failed
+from offbeat.runtime.rollcall import RollCall
 from offbeat.runtime.sync import AsyncServer
 from offbeat.timeline.clock import Moment
 
@@ -64,6 +65,9 @@ class Engine:
         """Whether nothing is exchanged, and gradients are applied where autograd puts them."""
         self.components = [Component(each, training) for each in program.components]
         self.owners = Owners(training, aliases.held)
+        spread = len(training.plan.replicas) > 1 and not training.plan.whole_state
+        self.roll_call = RollCall(training.plan, self.channels) if spread else None
+        """Where ranks that each hold a part of the optimizer's state meet; None if each holds all of it."""
         unused = UnusedParameters(self.parameters, self.channels.control, find_unused)
         self.frozen = FrozenVariables(self.parameters, program.replicated)
         self.gradients = Gradients(training, self.components, self.owners, unused, self.frozen)
@@ -97,6 +101,8 @@ class Engine:
         self.updates.settle_all()
         self.gradients.backward_begins()
         self.owners.tell("backward")
+        if self.roll_call is not None:
+            self.roll_call.backward_begins()
         self.head = 0
         self.missing = list(self.plan.program.awaited)
         self.loaded = [False] * len(self.synchronisers)

@@ -68,6 +68,8 @@ class Problem:
     allow: Sequence[str] = ()
     """Encoders that gradients may be sent with ('bf16', 'powersgd:4'), without any they travel exact; and 'amp' for
     autocast."""
+    whole_state: bool = False
+    """Whether every replica must hold all of the optimizer's state, so that a script may save it on one of them."""
     micro_batches: bool = True
     """Whether the model returns its loss, so that a batch can be computed in parts."""
     coarsen: bool = True
@@ -98,7 +100,7 @@ class Problem:
         return Candidate(name, strategy, seconds, plan, peak, (*(origin.decisions if origin else ()), name))
 
     def fits(self, candidate: Candidate) -> bool:
-        if candidate.strategy.engine not in self.engines:
+        if candidate.strategy.engine not in self.engines or (self.whole_state and not candidate.plan.whole_state):
             return False
         return self.memory_limit is None or candidate.peak_bytes <= self.memory_limit
 
