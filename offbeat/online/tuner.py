@@ -220,6 +220,8 @@ class Tuner:
             try:
                 runner, obstacle = Runner(each["name"], self._lowered(recorded, each), each), ""
                 self.runtime.check_switch(runner.plan)
+                if left_out := _carried(self.runtime.plan) - _carried(runner.plan):
+                    obstacle = f"{min(left_out)!r} got no gradient in the recorded steps, and may get one later"
             except OffbeatError as error:
                 obstacle = str(error)
             # No rank may switch, and wait for the others, where one of them cannot.
@@ -403,6 +405,11 @@ def contenders(found: dict[str, Any], usual: float) -> list[dict[str, Any]]:
     while len(chosen) > MOST_CONTENDERS:
         chosen.remove(next(each for each in reversed(chosen) if each["kind"] != DDP))
     return chosen
+
+
+def _carried(plan: Plan) -> set[str]:
+    """The variables whose gradients it synchronises."""
+    return {name for message in plan.messages for name in message.variables}
 
 
 def _predict(graph: str, costs: dict[str, Any], plan: Plan) -> Timeline:

@@ -188,7 +188,7 @@ class Recorder:
             self._call_servers("offbeat.profile.calibrate:measure_all")
             calibrate_job(self.folder, 0 if self.runtime is None else self.runtime.plan.replicas[0])
         facts = {"rank": self.rank, "job": self.kind, "modules": self.modules, "gradients": list(self.numbers)}
-        facts["servers"] = [] if self.runtime is None else self.runtime.plan.apart
+        facts["servers"] = [] if self.runtime is None else list(self.runtime.plan.apart)
         self._write(_header(inner, self._world()) | facts)
         if self._meets():
             self._write({"clock": ticks})
@@ -277,15 +277,17 @@ class Recorder:
 
     def _world(self) -> World | None:
         """The ranks among which this one is numbered."""
-        return torch_world() if dist.is_initialized() else None
+        return torch_world(device=torch.device("cpu")) if dist.is_initialized() else None
 
     def _tick(self) -> list[tuple[int, float, float]]:
-        """Compares clocks, unless there is only one."""
+        """Compares clocks."""
         world, runtime = self._world(), self.runtime
         if world is None or world.size == 1:
             return []
         self._call_servers("offbeat.profile.recorder:answer_ticks")
-        with explain(runtime.plan, what="the comparison of clocks") if runtime else contextlib.nullcontext():
+        with (
+            explain(runtime.plan, what="the comparison of clocks") if runtime is not None else contextlib.nullcontext()
+        ):
             return exchange_ticks(world, self.ticks)
 
     def _begin_step(self) -> None:
@@ -436,7 +438,7 @@ def _header(model: torch.nn.Module, world: World | None) -> dict[str, Any]:
     return {
         "offbeat_trace": FORMAT,
         "world": 1 if world is None else world.size,
-        "backend": "" if world is None else world.backend,
+        "backend": dist.get_backend() if dist.is_initialized() else "",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "machine": machine_name(),
         **this_place()._asdict(),
@@ -470,7 +472,7 @@ def exchange_ticks(world: World, count: int) -> list[tuple[int, float, float]]:
 
 def answer_ticks() -> None:
     """The part in a comparison of clocks of a rank that records nothing."""
-    exchange_ticks(torch_world(), Recorder.ticks)
+    exchange_ticks(torch_world(device=torch.device("cpu")), Recorder.ticks)
 
 
 class MemoryRecorder(Recorder):

@@ -20,10 +20,6 @@ from offbeat.launch import SERVERS_VARIABLE
 from offbeat.profile import calibrate
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
-# Where the job is recorded, roughly is enough.
-calibrate.ATTEMPTS = calibrate.REPEATS = calibrate.SMALL_REPEATS = 1
-calibrate.SIZES = (2**12, 2**16, 2**18, 2**20)
-
 WORKERS, STEPS = 2, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLUSTER = offbeat.ClusterSpec(nodes=[{}, {}, {"role": "server"}, {"role": "server"}])
@@ -86,6 +82,9 @@ class _One(torch.nn.Module):
 
 
 if __name__ == "__main__":
+    # Where the job is recorded, roughly is enough.
+    calibrate.ATTEMPTS = calibrate.REPEATS = calibrate.SMALL_REPEATS = 1
+    calibrate.SIZES = (2**12, 2**16, 2**18, 2**20)
     torch.set_num_threads(1)
     case = json.loads(sys.argv[1])
     folder = Path(case.pop("folder", "."))
