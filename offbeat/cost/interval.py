@@ -11,6 +11,7 @@ the next z has variance 1 while there is no history. The next z is then Student-
 Data Analysis, 3rd ed., section 3.3), and the interval is its central 90% (`Trust.interval`). So without history the
 interval is that of SPREAD; with some it moves towards what happened here, including a bias; and few outcomes make it
 wider than many. Outcomes of one job resemble each other: those of another job count as `MOST_OF_A_JOB` at the most.
+Only outcomes of steps of about this length count (`NEAR`).
 
 benchmarks/intervals.py holds back one model after another and counts how many measurements the intervals contain.
 """
@@ -48,6 +49,9 @@ CENTRE: dict[Kind, float] = {"model": 1.0}
 """Mean of the log-ratio where it is not 0: in accelerator.json steps take 1.2 to 10 times their operators' sum."""
 PRIOR_MEAN, PRIOR_VARIANCE = 4.0, 8.0
 MOST_OF_A_JOB = 3.0
+NEAR = 30.0
+"""Steps more than so many times as long or as short say nothing about this one: in the step of a toy model, what no
+replay knows takes most of the time."""
 GAIN_INSIDE = "; the gain lies inside the interval"
 UNMEASURED = "Nothing was measured: times are estimates from the figures of devices and links."
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -113,7 +117,7 @@ class Trust:
         # A second of import, which jobs under way need not wait for.
         from scipy.special import stdtrit
 
-        weighted = self._weighted(kind)
+        weighted = self._weighted(kind, seconds)
         weight = sum(share for share, _ in weighted)
         mean = sum(share * z for share, z in weighted) / weight if weight else 0.0
         expected = (PRIOR_VARIANCE - 2) / PRIOR_VARIANCE * PRIOR_MEAN / (PRIOR_MEAN + 1)
@@ -133,9 +137,13 @@ class Trust:
     def _scale(self, kind: Kind, noise: float) -> float:
         return hypot(SPREAD[kind][self.device in PROCESSORS], noise)
 
-    def _weighted(self, kind: Kind) -> list[tuple[float, float]]:
-        """(weight, z) of past outcomes."""
-        found = [outcome for outcome in self.past if outcome.kind == kind]
+    def _weighted(self, kind: Kind, seconds: float) -> list[tuple[float, float]]:
+        """(weight, z) of past outcomes that say something about a prediction of so many seconds."""
+        found = [
+            outcome
+            for outcome in self.past
+            if outcome.kind == kind and outcome.predicted < NEAR * seconds and seconds < NEAR * outcome.predicted
+        ]
         times = Counter(outcome.job for outcome in found if outcome.job != self.job)
         return [
             (

@@ -131,6 +131,13 @@ def test_one_job_that_ran_often_does_not_speak_for_all() -> None:
     assert own.high - 1.2 < other.high - 1.2
 
 
+def test_a_toy_model_does_not_spoil_later_intervals() -> None:
+    """Its step is 0.2 ms of work and milliseconds of everything else."""
+    toys = tuple(Outcome("same", GPU, f"toy{number}", 2e-4, 7e-3) for number in range(6))
+    before = Trust(GPU, "job").interval(0.1, "same")
+    assert Trust(GPU, "job", past=toys).interval(0.1, "same") == before
+
+
 def test_kinds_and_devices_are_told_apart() -> None:
     past = tuple(outcome(1.2, kind="trial") for _ in range(50))
     assert Trust(GPU, past=past).interval(1.0, "strategy") == Trust(GPU).interval(1.0, "strategy")
