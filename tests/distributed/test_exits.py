@@ -57,10 +57,10 @@ def assert_names_the_other(end: Ended, watch: str = "") -> None:
 def end_by_itself(folder: Path, name: str, steps: int, ending: str, inside: str = "", watch: str = "") -> None:
     inside = str(folder / "trace") if inside == "recorder" else inside
     ended = run_job(folder, name, str(steps), ending, inside, watch)
-    # An asynchronous worker may be steps behind: it then finds its server gone before it ends itself. That is rank 0,
-    # or either rank where both serve.
-    abrupt = ending.endswith("_both") or ending == "os_exit"
-    behind = [name.startswith("asynchronous") and abrupt and "WorkerLost" in end.said for end in ended]
+    # A rank that is behind may find the other gone before it ends itself: the rank of the job's store, if that leaves
+    # without a word, or its server, which is rank 0 or either rank where both serve.
+    served = name.startswith("asynchronous") and ending.endswith("_both")
+    behind = [(served or ending == "os_exit") and "WorkerLost" in end.said for end in ended]
     assert not all(behind)
     assert not behind[0] or name == "asynchronous_both"
     assert_clean(ended, [1 if late else CODES[ending] for late in behind])
