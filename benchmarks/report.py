@@ -184,8 +184,7 @@ SECTIONS = (
         "Four workers with links of 0.5, 0.5, 1 and 1 Gbit/s and two servers that hold no replica with 1 Gbit/s, all "
         "emulated on one machine; paced models, medians of rank 0. A worker must send and receive its gradients "
         "once; a ring does so one and a half times, so servers can gain at most a factor of 1.5. Predictions use "
-        "only the links' nominal bandwidths and the paced compute. BERT's embedding is complete only when backward "
-        "ends and is needed first, so that less can overlap than in VGG; `bert_fast` computes twice as fast.",
+        "only the links' nominal bandwidths and the paced compute. `bert_fast` is `bert` with compute twice as fast.",
         servers,
         "python benchmarks/servers.py --json",
         "a quarter of an hour",
