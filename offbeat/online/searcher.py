@@ -4,7 +4,9 @@ Replay and search compile code and use a processor for seconds; in the training 
 meanwhile. The searching process is started when recording starts, so that it has loaded and compiled by the time there
 is something to search. It has one thread and yields the processors. Whatever happens to it, the job goes on.
 
-    python -m offbeat.online.searcher    reads one request from stdin, writes one answer to stdout
+    python -m offbeat.online.searcher    reads one request from stdin, writes two answers to stdout, a line each
+
+The first answer, DDP's own way with several sizes of buckets, needs no replay, so the job can time them meanwhile.
 """
 
 import json
@@ -13,8 +15,10 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -22,6 +26,8 @@ import orjson
 
 from offbeat.runtime.lifetime import close_at_exit
 
+DDP = "ddp"
+"""The kind of plan that does what DDP does."""
 NICENESS = 10
 ISSUE_SECONDS = 1e-4
 """Seconds a host needs to issue an NCCL collective and apply its result, as recorded on one H200."""
@@ -45,10 +51,11 @@ class Searcher:
             stderr=subprocess.DEVNULL,
             env={**os.environ, **alone},
         )
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
+        self.answers: SimpleQueue[bytes] = SimpleQueue()
+        # An answer may be larger than the pipe: the process must not wait for a step's end to go on.
+        self.reader = Thread(target=self._receive, daemon=True)
+        self.reader.start()
         close_at_exit(self)
-        self.received = bytearray()
         self.asked_at = time.monotonic()
 
     def ask(self, request: dict[str, Any]) -> None:
@@ -62,47 +69,57 @@ class Searcher:
         with suppress(OSError), self.process.stdin as stream:
             stream.write(request)
 
-    def answer(self) -> dict[str, Any] | None:
-        """The answer, or None while there is none; SearchFailed if there will be none."""
+    def _receive(self) -> None:
         assert self.process.stdout is not None
-        while part := self.process.stdout.read():
-            self.received += part
-        if self.process.poll() is None:
-            if time.monotonic() - self.asked_at > MOST_SECONDS:
-                self.close()
-                raise SearchFailed(f"the search has not answered for {MOST_SECONDS:.0f} s")
-            return None
-        while part := self.process.stdout.read():
-            self.received += part
-        self.close()
-        if self.process.returncode:
+        with suppress(OSError, ValueError):
+            for line in self.process.stdout:
+                self.answers.put(line)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer, or None while there is none; SearchFailed if there will be none."""
+        ended = self.process.poll() is not None
+        if ended:
+            self.reader.join()
+        if not self.answers.empty():
+            answer = orjson.loads(self.answers.get())
+            if "error" in answer:
+                raise SearchFailed(answer["error"])
+            return answer
+        if ended:
             raise SearchFailed(f"the searching process ended with {self.process.returncode}")
-        answer = json.loads(bytes(self.received))
-        if "error" in answer:
-            raise SearchFailed(answer["error"])
-        return answer
+        if time.monotonic() - self.asked_at > MOST_SECONDS:
+            raise SearchFailed(f"the search has not answered for {MOST_SECONDS:.0f} s")
+        return None
 
     def close(self, deadline: float | None = None) -> None:
-        """Ends the process, if it still runs, and closes its pipes without waiting."""
+        """Ends the process, if it still runs, and closes its pipes."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        self.reader.join()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with suppress(OSError):
                     stream.close()
 
 
-def search(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the search process: the profile's graph, costs and notes, and candidates, fastest first."""
+def search(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The answers of the search process: the recorded graph and DDP's own way; then the profile's costs and notes, and
+    candidates, fastest first.
+    """
     from offbeat.graph import ModelGraph
     from offbeat.profile.measure import profile_in_place
     from offbeat.profile.whatif import trust_in
-    from offbeat.search.optimize import candidates
+    from offbeat.search.optimize import candidates, ddp_sizes
 
     recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
     graph = ModelGraph.from_json(request["graph"])
     profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
+    sizes = dict(ddp_sizes(profile.graph, profile.cluster))
+    yield {
+        "graph": profile.graph.to_json().decode(),
+        "sizes": [{"name": name, "strategy": strategy.to_json()} for name, strategy in sizes.items()],
+    }
     issue_seconds = profile.host_late * ISSUE_SECONDS
     costs = replace(profile.costs, encoding_seconds_per_byte=request["encoding"])
     job = (profile.graph, profile.cluster, costs, profile.strategy)
@@ -110,12 +127,16 @@ def search(request: dict[str, Any]) -> dict[str, Any]:
     # A script may save the optimizer on one rank, as with DDP. Jobs with servers or a memory limit do not come here.
     found = candidates(*job, **limits, whole_state=True)
     trust = trust_in(profile)
-    return {
-        "graph": profile.graph.to_json().decode(),
+    yield {
         "costs": costs.to_dict(),
         "notes": list(profile.timeline.notes),
         "candidates": [
-            {"name": each.name, "kind": each.kind, "seconds": each.seconds, "strategy": each.strategy.to_json()}
+            {
+                "name": each.name,
+                "kind": DDP if each.name in sizes else each.kind,
+                "seconds": each.seconds,
+                "strategy": each.strategy.to_json(),
+            }
             | {
                 "bounds": trust.interval(each.seconds, "trial").fields(),
                 "trust": [trust.device, trust.job, trust.noise],
@@ -138,10 +159,10 @@ def main() -> None:
     if not request:
         return
     try:
-        answer = search(orjson.loads(request))
+        for answer in search(orjson.loads(request)):
+            print(json.dumps(answer), flush=True)
     except Exception as error:
-        answer = {"error": f"the recorded steps cannot be replayed: {error}"}
-    sys.stdout.write(json.dumps(answer))
+        print(json.dumps({"error": f"the recorded steps cannot be replayed: {error}"}), flush=True)
 
 
 if __name__ == "__main__":

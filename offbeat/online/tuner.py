@@ -1,10 +1,12 @@
 """Phases of a job under way: warm up, record, search beside it, race what it found, keep what is faster, watch.
 
-The search runs in a process of its own (`searcher.py`); training goes on, and the answer is taken at the end of a step
-by all ranks alike. The quickest plans of each kind, DDP's own way among them, run in heats. Those that may be faster go
-to a final, and are kept only if alternating blocks of real steps show that they are (`verdict.py`). The plan that the
-job began with has not proven anything either: against DDP's way it must be the faster one on average.
-Later, when steps have become longer or shorter than they were, it looks again. Every decision is told once, on rank 0.
+The search runs in a process of its own (`searcher.py`); training goes on, and the answers are taken at the end of a
+step by all ranks alike. While it searches, DDP's own way is timed with several sizes of buckets, which replay cannot
+tell apart where computing and communication share processors. Then the quickest plans of each kind, DDP's way at its
+best size among them, run in heats. Those that may be faster go to a final, and are kept only if alternating blocks of
+real steps show that they are (`verdict.py`). The plan that the job began with has not proven anything either: against
+DDP's way it must be the faster one on average. Later, when steps have become longer or shorter than they were, it looks
+again. Every decision is told once, on rank 0.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +23,7 @@ from offbeat.cost.measured import Costs
 from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.online.agreement import Agreement
-from offbeat.online.searcher import Searcher, SearchFailed
+from offbeat.online.searcher import DDP, Searcher, SearchFailed
 from offbeat.online.verdict import NEEDED, Verdict
 from offbeat.plan import Plan, lower
 from offbeat.profile.blocks import time_encoders
@@ -47,19 +49,19 @@ BLOCK_STEPS = 3
 PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
 """Of two blocks that are compared in a final."""
 MOST_STEPS = 120
-"""Spent on trials, for one search."""
+"""Spent on trials of what one search has found."""
+MOST_SIZES = 3
+"""Of DDP's buckets that are timed twice."""
 MOST_CONTENDERS = 3
 BEHIND, EVENLY_BEHIND = 0.05, 0.1
 """A contender that was slower than the present plan by more than this share in its heats goes to no final. The second
-is DDP's way against a plan that has not proven anything."""
+is for DDP's way, against a plan that has not proven anything, and for sizes of its buckets against the best of them."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
-DDP = "barrier"
-"""The kind of plan that does what DDP does."""
 CLOSE, FAR = 0.25, 1.0
 """A plan of another kind is tried too if its prediction exceeds the present plan's steps, real and predicted, by at
-most this share. The second holds for DDP's own way, and for every plan where steps take `SLOW` times as long as
-predicted."""
+most this share. The second holds for DDP's way if it has not been timed, and for every plan where steps take `SLOW`
+times as long as predicted."""
 SLOW = 1.1
 WATCHED_STEPS = 25
 DRIFT = 0.2
@@ -78,6 +80,8 @@ class Runner:
     """What the search says of it; nothing of the plan in force."""
     heats: list[float] = field(default_factory=list)
     """Seconds of a step, by block."""
+    settled: bool = False
+    """Its order needs no further rebuilding before it is timed."""
 
     @property
     def heat(self) -> float:
@@ -160,20 +164,30 @@ class Tuner:
                 return
             if searcher is not None:
                 searcher.ask(self._request(traces))
-            answered, found = yield from self._answer(searcher)
+            answered, found = yield from self._answer(searcher, self.runtime.plan.strategy.name)
+            if not answered:
+                return
+            graph = self.ranks.agree(found["graph"] if found else "")
+            recorded = ModelGraph.from_json(graph)
+            present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
+            way = yield from self._time_sizes(recorded, present, self.ranks.agree(found["sizes"] if found else []))
+            answered, found = yield from self._answer(searcher, present.name)
         finally:
             if searcher is not None:
                 searcher.close()
+        self._run_with(present)
         if found:
-            self.runtime.predict = partial(_predict, found["graph"], found["costs"])
-        chosen = self.ranks.agree(contenders(found, self.usual) if found else [])
+            self.runtime.predict = partial(_predict, graph, found["costs"])
+        chosen = self.ranks.agree(contenders(found, self.usual, way) if found else [])
         if chosen:
-            yield from self._race(self.ranks.agree(found["graph"] if found else ""), chosen)
+            yield from self._race(recorded, present, chosen, way)
         elif answered:
-            self._tell(f"keeps '{self.runtime.plan.strategy.name}': no other plan is predicted to be faster")
+            self._tell(f"keeps '{present.name}': no other plan is predicted to be faster")
 
-    def _answer(self, searcher: Searcher | None) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
-        """Trains until the search has answered or failed; returns whether it answered and, on rank 0, the answer."""
+    def _answer(
+        self, searcher: Searcher | None, present: str
+    ) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
+        """Trains until the search answers next or fails; returns whether it answered and, on rank 0, the answer."""
         while True:
             for _ in range(ASKED_STEPS):
                 yield
@@ -185,18 +199,57 @@ class Tuner:
                     failure = str(error)
             state = self.ranks.agree({"done": found is not None, "failure": failure})
             if state["failure"]:
-                self._tell(f"keeps '{self.runtime.plan.strategy.name}': {state['failure']}")
+                self._tell(f"keeps '{present}': {state['failure']}")
                 return False, None
             if state["done"]:
                 return True, found
 
-    def _race(self, graph: str, chosen: list[dict[str, Any]]) -> Generator[None, None, None]:
+    def _time_sizes(
+        self, recorded: ModelGraph, present: Runner, sizes: list[dict[str, Any]]
+    ) -> Generator[None, None, Runner | None]:
+        """DDP's own way with the quickest of some sizes of buckets, unless it is too slow for a race with the present
+        plan. What is quicker of the two runs on until the search answers.
+        """
+        timed: list[Runner] = []
+        for each in sizes:
+            if not (runner := self._runner(recorded, each)) or len(sizes) == 1:
+                return runner
+            yield from self._time(runner)
+            timed.append(runner)
+        yield from self._time(present)
+        limit = min(runner.heat for runner in (*timed, present)) * (1 + EVENLY_BEHIND)
+        hopeful = sorted((place for place, runner in enumerate(timed) if runner.heat <= limit), key=_heat_in(timed))
+        if not (again := [timed[place] for place in self.ranks.agree(hopeful[:MOST_SIZES])]):
+            self._run_with(present)
+            return None
+        for runner in (*again, present):
+            yield from self._time(runner)
+        best = again[self.ranks.agree(min(range(len(again)), key=_heat_in(again)))]
+        best.settled = True
+        if self.ranks.agree(best.heat < present.heat):
+            self._run_with(best)
+        return best
+
+    def _time(self, runner: Runner) -> Generator[None, None, None]:
+        """One more block of a plan."""
+        self._run_with(runner)
+        runner.heats.append((yield from self._block()))
+
+    def _race(
+        self, recorded: ModelGraph, present: Runner, chosen: list[dict[str, Any]], way: Runner | None
+    ) -> Generator[None, None, None]:
         """Runs the chosen plans against the present one, and goes on with the fastest if it proves to be faster."""
-        recorded = ModelGraph.from_json(graph)
-        present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
-        others = self._runners(recorded, chosen)
+        others = []
+        for each in chosen:
+            if way is not None and each["name"] == way.name:
+                way.candidate, way.heats = each, []
+                others.append(way)
+            elif runner := self._runner(recorded, each):
+                others.append(runner)
+                yield
         if not others:
             return
+        present.heats.clear()
         spent = yield from self._heats(present, others)
         champion = present
         for place, even, hopeful in self.ranks.agree(self._finalists(present, others)):
@@ -213,24 +266,21 @@ class Tuner:
         self._run_with(champion)
         self.proven = True
 
-    def _runners(self, recorded: ModelGraph, chosen: list[dict[str, Any]]) -> list[Runner]:
-        """The chosen plans that this job can run."""
-        found = []
-        for each in chosen:
-            try:
-                runner, obstacle = Runner(each["name"], self._lowered(recorded, each), each), ""
-                self.runtime.check_switch(runner.plan)
-                if left_out := _carried(self.runtime.plan) - _carried(runner.plan):
-                    obstacle = f"{min(left_out)!r} got no gradient in the recorded steps, and may get one later"
-            except OffbeatError as error:
-                obstacle = str(error)
-            # No rank may switch, and wait for the others, where one of them cannot.
-            obstacle = next(filter(None, self.ranks.ask_all(obstacle)), "")
-            if obstacle:
-                self._tell(f"drops '{each['name']}', which this job cannot run: {obstacle}", strategy=each["name"])
-            else:
-                found.append(runner)
-        return found
+    def _runner(self, recorded: ModelGraph, chosen: dict[str, Any]) -> Runner | None:
+        """The chosen plan, if this job can run it."""
+        try:
+            runner, obstacle = Runner(chosen["name"], self._lowered(recorded, chosen), chosen), ""
+            self.runtime.check_switch(runner.plan)
+            if left_out := _carried(self.runtime.plan) - _carried(runner.plan):
+                obstacle = f"{min(left_out)!r} got no gradient in the recorded steps, and may get one later"
+        except OffbeatError as error:
+            obstacle = str(error)
+        # No rank may switch, and wait for the others, where one of them cannot.
+        if obstacle := next(filter(None, self.ranks.ask_all(obstacle)), ""):
+            what = f"drops '{chosen['name']}', which this job cannot run: {obstacle}"
+            self._tell(what, strategy=chosen["name"])
+            return None
+        return runner
 
     def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool, bool]]:
         """The places of the others in the order of their finals, whether a final is on even terms, and whether the
@@ -248,13 +298,12 @@ class Tuner:
         spent = 0
         for each in others:
             self._run_with(each)
-            spent += yield from self._steps(SETTLING_STEPS)
+            spent += yield from self._steps(0 if each.settled else SETTLING_STEPS)
             if len(others) > 1:
-                each.heats.append((yield from self._block()))
+                yield from self._time(each)
         again = (present, *others, present) if len(others) > 1 else ()
         for each in again:
-            self._run_with(each)
-            each.heats.append((yield from self._block()))
+            yield from self._time(each)
         return spent + sum(len(each.heats) for each in (present, *others)) * (1 + BLOCK_STEPS)
 
     def _final(self, present: Runner, other: Runner, verdict: Verdict, most_steps: int) -> Generator[None, None, int]:
@@ -385,26 +434,34 @@ class Tuner:
         return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
 
 
-def contenders(found: dict[str, Any], usual: float) -> list[dict[str, Any]]:
+def contenders(found: dict[str, Any], usual: float, way: Runner | None) -> list[dict[str, Any]]:
     """The quickest candidate of each kind that may be quicker than the present plan, whose steps take `usual` seconds.
 
-    Of more than `MOST_CONTENDERS` the quickest stay, DDP's way always among them.
+    `way` is DDP's, if it is worth a race by its heats or, where it has none, by its prediction. Of more than
+    `MOST_CONTENDERS` the quickest stay, and that always.
     """
     present = next(each for each in found["candidates"] if each["name"] == "present")
+    slower = max(usual, present["seconds"])
+    close = FAR if usual > SLOW * present["seconds"] else CLOSE
     chosen: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    seen: set[str] = {DDP}
     for each in found["candidates"]:
         kind = each["kind"]
+        if way is not None and each["name"] == way.name and (way.heats or each["seconds"] < slower * (1 + FAR)):
+            chosen.append(each)
         if each is present or kind in seen:
             continue
         seen.add(kind)
-        close = FAR if kind == DDP or usual > SLOW * present["seconds"] else CLOSE
         promising = each["seconds"] < present["seconds"] * (1 - WORTH_TRYING)
-        if promising or (kind != present["kind"] and each["seconds"] < max(usual, present["seconds"]) * (1 + close)):
+        if promising or (kind != present["kind"] and each["seconds"] < slower * (1 + close)):
             chosen.append(each)
     while len(chosen) > MOST_CONTENDERS:
         chosen.remove(next(each for each in reversed(chosen) if each["kind"] != DDP))
     return chosen
+
+
+def _heat_in(runners: Sequence[Runner]) -> Callable[[int], float]:
+    return lambda place: runners[place].heat
 
 
 def _carried(plan: Plan) -> set[str]:

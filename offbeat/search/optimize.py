@@ -4,7 +4,8 @@ Algorithm 1 of dPRO with its search speed-ups, each of which can be switched off
 partial replay (`partial_replay`) and symmetry (`symmetry`). The search starts from the best of the builders, so it is
 never worse than any of them. If memory is short, the memory passes come first. Then passes propose, replay decides,
 until none shortens the step; at last annealing looks for changes that only pay together (`offbeat.search.anneal`).
-`candidates` lists strategies worth a trial in a running job, each with the step time that replay predicts.
+`candidates` lists strategies worth a trial in a running job, each with the step time that replay predicts;
+`ddp_sizes` are those among them that do what DDP does.
 `by_memory` lists what the search finds under one memory limit after another, for the frontier.
 """
 
@@ -267,7 +268,8 @@ def recommend(
 ) -> tuple[Recipe, Strategy]:
     """The builder and its options with the shortest predicted step, for a model whose variables have no names here."""
     problem = Problem(graph, cluster, costs, memory_limit=limit_bytes(memory_limit, cluster))
-    sized = [Recipe(builder=builder, options=options) for builder, options in _recipes(graph)]
+    made_to_size = (*_overlap_recipes(graph), *_ddp_recipes(graph))
+    sized = [Recipe(builder=builder, options=options) for builder, options in made_to_size]
     recipes = [*sized, *(Recipe(builder=name) for name in STARTS)]
     made = [(recipe, problem.evaluate(recipe.build(graph, cluster), recipe.builder)) for recipe in recipes]
     fitting = [(recipe, candidate) for recipe, candidate in made if problem.fits(candidate)]
@@ -286,8 +288,9 @@ def predict(graph: ModelGraph, cluster: ClusterSpec, costs: Costs, strategy: Str
 def _others(
     graph: ModelGraph, cluster: ClusterSpec, costs: Costs, allow: Sequence[str], whole_state: bool
 ) -> Iterator[tuple[str, Strategy]]:
-    for builder, options in _recipes(graph):
+    for builder, options in _overlap_recipes(graph):
         yield f"{builder} {options['bucket'] // 1024} KiB", build_strategy(builder, graph, cluster, **options)
+    yield from ddp_sizes(graph, cluster)
     yield "pace", pace_strategy(graph, cluster, costs, slack_seconds=SLACK_SECONDS)
     limits: dict[str, Any] = {"costs": costs, "time_limit": SEARCH_SECONDS, "whole_state": whole_state}
     yield "searched", optimize(graph, cluster, passes=SCHEDULING_PASSES, **limits)
@@ -295,11 +298,25 @@ def _others(
         yield "encoded", optimize(graph, cluster, passes=(*SCHEDULING_PASSES, "encode"), allow=allow, **limits)
 
 
-def _recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
-    """Builders with sizes of buckets that are worth a try."""
+def ddp_sizes(graph: ModelGraph, cluster: ClusterSpec) -> Iterator[tuple[str, Strategy]]:
+    """DDP's own way with every size of buckets that is worth a try, by name."""
+    for builder, options in _ddp_recipes(graph):
+        made = build_strategy(builder, graph, cluster, **options)
+        growing = "growing to " if "growth" in options else ""
+        yield f"{builder} {growing}{options['bucket'] // 1024} KiB", rescheduled(made, mode="barrier")
+
+
+def _overlap_recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
     for bucket in OVERLAP_BUCKETS:
         if bucket <= graph.parameter_bytes:
             for slice_bytes in (bucket, 2 * bucket):
                 yield "overlap", {"bucket": bucket, "slice_bytes": slice_bytes}
+
+
+def _ddp_recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
     for bucket in BARRIER_BUCKETS:
-        yield "ddp", {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
+        # A bucket that holds the whole model is what the largest, DDP's default, makes of it too.
+        if bucket < graph.parameter_bytes or bucket == BARRIER_BUCKETS[-1]:
+            yield "ddp", {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
+    if graph.parameter_bytes > BARRIER_BUCKETS[0]:
+        yield "ddp", {"bucket": BARRIER_BUCKETS[-1], "first_bucket": BARRIER_BUCKETS[0] // 2, "growth": 2}

@@ -174,6 +174,11 @@ def test_ddp_starts_with_a_small_bucket():
     assert groups(strategy)[0] == {"v109", "v108"}
 
 
+def test_ddps_buckets_may_grow():
+    strategy = build_strategy("ddp", stack(*[MIB // 8] * 30), FOUR, first_bucket="1MiB", bucket="5MiB", growth=2)
+    assert [len(group) * MIB // 2 for group in groups(strategy)] == [MIB, 2 * MIB, 4 * MIB, 5 * MIB, 3 * MIB]
+
+
 def test_horovod_fuses_what_one_cycle_finds():
     graph = stack(*[1] * 7, seconds=0.0021)
     assert groups(build_strategy("horovod", graph, FOUR)) == [{"v6", "v5"}, {"v4", "v3"}, {"v2", "v1", "v0"}]
@@ -354,6 +359,7 @@ def test_byteps_partitions_are_small_and_spread():
         ("all_reduce", "encoder", "topk", "encoder: encoder 'topk' needs a ratio; pass an Encoder"),
         ("ddp", "bucket", "25 MeB", "bucket: '25 MeB' has the unknown unit 'MeB'"),
         ("ddp", "first_bucket", 0, "first_bucket: 0 is less than 1 bytes"),
+        ("ddp", "growth", 1, "growth: 1 is not a whole number of at least 2"),
         ("horovod", "cycle", "0ms", "cycle: '0ms' must be more than 0 seconds"),
         ("horovod", "fusion_bytes", -1, "fusion_bytes: -1 must be finite and not negative"),
         ("ps", "server", 4, "server: rank 4 is outside the cluster of 4 ranks"),

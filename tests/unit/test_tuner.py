@@ -1,10 +1,12 @@
 """Which candidates "auto" runs against the present plan of a job under way."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from offbeat.online.tuner import DDP, contenders
+from offbeat.online.searcher import DDP
+from offbeat.online.tuner import Runner, contenders
+from offbeat.plan import Plan
 
 PRESENT = ("present", "many messages", 0.100)
 
@@ -15,9 +17,13 @@ def found(*candidates: tuple[str, str, float]) -> dict[str, Any]:
     return {"graph": "{}", "candidates": sorted(rows, key=lambda row: row["seconds"])}
 
 
-def trials(answer: dict[str, Any], usual: float = 0.100) -> list[str]:
+def trials(answer: dict[str, Any], usual: float = 0.100, way: Runner | None = None) -> list[str]:
     """The names of the plans that run against the present one."""
-    return [chosen["name"] for chosen in contenders(answer, usual)]
+    return [chosen["name"] for chosen in contenders(answer, usual, way)]
+
+
+def ddp(name: str, *heats: float) -> Runner:
+    return Runner(name, cast(Plan, None), heats=list(heats))
 
 
 def test_the_quickest_of_each_kind_is_tried() -> None:
@@ -25,14 +31,25 @@ def test_the_quickest_of_each_kind_is_tried() -> None:
     assert trials(answer) == ["a", "c"]
 
 
+@pytest.mark.parametrize("way", ["small", "large"])
+def test_the_way_of_ddp_is_tried_with_the_buckets_that_were_measured_best(way: str) -> None:
+    answer = found(PRESENT, ("small", DDP, 0.09), ("large", DDP, 0.3))
+    assert trials(answer, way=ddp(way, 0.1)) == [way]
+
+
+def test_the_way_of_ddp_is_not_tried_where_it_was_measured_to_be_slow() -> None:
+    assert trials(found(PRESENT, ("small", DDP, 0.09), ("large", DDP, 0.08))) == []
+
+
 @pytest.mark.parametrize(("seconds", "names"), [(0.099, ["ddp"]), (0.15, ["ddp"]), (0.19, ["ddp"]), (0.21, [])])
-def test_the_way_of_ddp_is_tried_unless_it_is_predicted_to_take_twice_as_long(seconds: float, names: list[str]) -> None:
-    assert trials(found(PRESENT, ("ddp", DDP, seconds))) == names
+def test_untimed_the_way_of_ddp_is_tried_unless_it_should_take_twice_as_long(seconds: float, names: list[str]) -> None:
+    assert trials(found(PRESENT, ("ddp", DDP, seconds)), way=ddp("ddp")) == names
 
 
 def test_the_way_of_ddp_is_among_the_few_that_run() -> None:
     kinds = [(f"plan {number}", f"kind {number}", 0.08 + number / 1000) for number in range(4)]
-    assert trials(found(PRESENT, *kinds, ("ddp", DDP, 0.12))) == ["plan 0", "plan 1", "ddp"]
+    answer = found(PRESENT, *kinds, ("ddp", DDP, 0.12))
+    assert trials(answer, way=ddp("ddp", 0.1)) == ["plan 0", "plan 1", "ddp"]
 
 
 @pytest.mark.parametrize(("usual", "names"), [(0.10, []), (0.14, ["few"])])
