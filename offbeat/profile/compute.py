@@ -8,6 +8,10 @@ out over the collectives that were under way (`own_processor_seconds`). Elsewher
 seconds alone takes `base * (1 + factor * share)` if communication is in flight for `share` of it
 (`Costs.interference`). The factor is the slope of a span's relative duration over its share in different steps, pooled
 over all spans (`fit_interference`).
+
+A collective begins when its last rank has come to it, so the graph's times are those of whichever rank was last in each
+step (`_slowest`). On processors that others use too, delays strike now this rank, now that one, and hardly ever the
+same span twice: medians of single spans and single ranks would leave most of them out.
 """
 
 from collections.abc import Callable, Mapping
@@ -169,60 +173,68 @@ def _alone(
     traces: list[RankTrace], costs: Costs, calls: tuple[int, ...], grads: tuple[int, ...], passes: int, counted: int
 ) -> tuple[Costs, tuple[list[float], list[float]]]:
     """The costs with what communication takes from computing, and the seconds of each forward and backward span
-    without that (medians over steps).
+    without that.
 
     Steps that make these calls and gradients in so many passes count, with the first `counted` of their passes.
     """
     told = own_processor_seconds(traces, costs)
-
-    def samples(until: Callable[[RankTrace], Until]) -> list[list[tuple[Floats, Floats]]]:
-        found = []
-        for spans, keys in (("forward", calls), ("backward", grads)):
-            each = [_spans(trace, spans, keys, passes, until(trace)) for trace in traces]
-            found.append([(s[:, :counted], lost[:, :counted]) for s, lost in each if len(s)])
-        return found
-
-    if told is not None:
-        costs, alone = (
-            told,
-            [
-                [np.median(s - lost, axis=0).mean(axis=0) for s, lost in phase]
-                for phase in samples(lambda trace: taken_by(trace, told))
-            ],
-        )
-    else:
-        shares = [[(s, busy / np.maximum(s, 1e-12)) for s, busy in phase] for phase in samples(_busy)]
-        flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for phase in shares for s, share in phase]
-        costs = replace(
-            costs, interference=fit_interference(flat), processor_seconds=0.0, processor_seconds_per_byte=0.0
-        )
-        alone = [
-            [(np.median(s, axis=0) / (1 + costs.interference * share.mean(axis=0))).mean(axis=0) for s, share in phase]
-            for phase in shares
-        ]
-    if not all(alone):
+    costs = told or replace(costs, processor_seconds=0.0, processor_seconds_per_byte=0.0)
+    untils = [_busy(trace) if told is None else taken_by(trace, told) for trace in traces]
+    scale = compute_scale(traces)
+    phases = []
+    for spans, keys in (("forward", calls), ("backward", grads)):
+        phase = []
+        for trace, until in zip(traces, untils, strict=True):
+            steps, s, grown = _spans(trace, spans, keys, passes, until)
+            if steps:
+                phase.append((scale.get(trace.rank, 1.0), steps, s[:, :counted], grown[:, :counted]))
+        phases.append(phase)
+    if not all(phases):
         raise OffbeatError(
             f"{traces[0].path.parent}: the passes of a step do not call the same modules in the same order"
         )
-    forward, backward = (np.maximum(np.median(np.array(ranks), axis=0), 0.0).tolist() for ranks in alone)
+    if told is None:
+        shares = [(s, busy / np.maximum(s, 1e-12)) for phase in phases for *_, s, busy in phase]
+        flat = [(s.reshape(-1, s.shape[-1]), share.reshape(-1, s.shape[-1])) for s, share in shares]
+        costs = replace(costs, interference=fit_interference(flat))
+        lost = costs.interference / (1 + costs.interference)
+    else:
+        lost = 1.0
+    forward, backward = (
+        _slowest([(steps, (s - lost * grown) / factor) for factor, steps, s, grown in phase]) for phase in phases
+    )
     return costs, (forward, backward)
 
 
-def _spans(trace: RankTrace, spans: str, wanted: tuple[int, ...], passes: int, until: Until) -> tuple[Floats, Floats]:
-    """Seconds of each span of `Pass.forward` or `Pass.backward`, and how much `until` grows in it.
+def _slowest(ranks: list[tuple[list[int], Floats]]) -> list[float]:
+    """Seconds of each span, so that they add up to what the last rank needed in a usual step, up to every span's end.
 
-    Both are arrays (steps that made the wanted calls, passes, spans).
+    For each rank the numbers of its steps, and their spans' seconds: an array (steps, passes, spans).
     """
-    seconds, grown = [], []
+    common = sorted(set.intersection(*(set(steps) for steps, _ in ranks)))
+    reached = [np.cumsum(s[np.searchsorted(steps, common)].mean(axis=1), axis=1) for steps, s in ranks if common]
+    reached = reached or [np.cumsum(s.mean(axis=1), axis=1) for _, s in ranks[:1]]
+    usual = np.maximum.accumulate(np.median(np.max(reached, axis=0), axis=0))
+    return np.diff(np.maximum(usual, 0.0), prepend=0.0).tolist()
+
+
+def _spans(
+    trace: RankTrace, spans: str, wanted: tuple[int, ...], passes: int, until: Until
+) -> tuple[list[int], Floats, Floats]:
+    """The steps that made the wanted calls, the seconds of each span of `Pass.forward` or `Pass.backward` in them, and
+    how much `until` grows in it: arrays (steps, passes, spans).
+    """
+    numbers, seconds, grown = [], [], []
     for step in trace.steps:
         found = [getattr(part, spans) for part in step.passes]
         if [tuple(key for key, _, _ in part) for part in found] != [wanted] * passes:
             continue
         start = np.array([[begin for _, begin, _ in part] for part in found])
         end = np.array([[finish for _, _, finish in part] for part in found])
+        numbers.append(step.number)
         seconds.append(end - start)
         grown.append(until(end) - until(start))
-    return np.array(seconds), np.array(grown)
+    return numbers, np.array(seconds), np.array(grown)
 
 
 def _busy(trace: RankTrace) -> Until:

@@ -1,8 +1,8 @@
 """Build a Profile from recorded traces: the graph with measured times, the strategy that ran, and communication costs.
 
 Compute is what lies between the events that communication cares about: a module that reads variables begins, a
-gradient is complete. Time in which a rank waited for messages or applied updates is taken out. Medians over steps,
-then over ranks; a rank that is slower than the others keeps its factor (`Costs.compute_scale`).
+gradient is complete. Time in which a rank waited for messages or applied updates is taken out. What counts is the rank
+that was last in each step; a rank that is always slower than the others keeps its factor (`Costs.compute_scale`).
 
 Plans synchronise once a step. A job that accumulates gradients and synchronises in each of its passes is replayed as it
 was recorded; what is predicted for another strategy is its step with `no_sync()` around all passes but the last.
