@@ -286,12 +286,15 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[
 def _add_units(changes: dict[str, NDArray[np.int64]], plan: Plan) -> None:
     """What fully sharded units hold beside a rank's own parts, in one micro-batch.
 
-    torch keeps the buffer of a forward gather until the next unit has been gathered, and the buffer that is reduced
-    until the next unit's gradients are complete; before it copies gradients into that buffer, it frees the variables.
+    On GPUs torch keeps the buffer of a forward gather until the next unit has been gathered or forward ends; everywhere
+    it keeps the buffer that is reduced until the next unit's gradients are complete, and before it copies gradients into
+    that buffer, it frees the variables.
     """
     ends = _segment_ends(plan)
     weights, communication, gradients = (changes[kind] for kind in ("weights", "communication", "gradients"))
     last = ends[-1] - 1
+    backward = next((number for number, segment in enumerate(plan.segments) if segment.phase == "backward"), len(ends))
+    streams = plan.cluster.device_of(plan.replicas[0]).device != "cpu"
     mine = [(task, window) for task in plan.tasks if (window := task.window) and window.issued < len(ends)]
     gathers = [each for each in mine if each[0].kind == "all_gather"]
     in_parts: dict[int, int] = {}
@@ -300,7 +303,9 @@ def _add_units(changes: dict[str, NDArray[np.int64]], plan: Plan) -> None:
         begin, end = _begin(ends, window.needed), ends[window.freed] - 1
         forward = plan.segments[window.needed].phase == "forward"
         _hold(weights, begin, end, message.parameter_bytes)
-        until = _begin(ends, later[1].needed) if forward and later is not None else begin
+        until = begin
+        if forward and streams:
+            until = _begin(ends, backward if later is None else min(later[1].needed, backward))
         _hold(communication, _begin(ends, window.issued), until, message.parameter_bytes)
         if forward:
             in_parts[message.index] = end + 1
