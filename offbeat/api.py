@@ -114,11 +114,8 @@ def distribute(
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
             raise OffbeatError("distribute: memory_limit needs example_inputs and strategy='auto'")
-        from offbeat.search.within import strategy_within
-
-        encoding = _encoding_seconds(allow, device, cluster)
         timed = _timed(graph, model, example_inputs)
-        choice = strategy_within(memory_limit, timed, cluster, world, loss_fn is None, allow, encoding)
+        choice = _choice(memory_limit, timed, cluster, world, device, loss_fn is None, allow)
         strategy = choice.strategy
     chosen = resolve_strategy(strategy, graph, cluster, world)
     patience = timeout or timedelta(minutes=10)
@@ -176,10 +173,26 @@ def _timed(graph: ModelGraph, model: torch.nn.Module, example_inputs: Any) -> Mo
             torch.cuda.empty_cache()
 
 
+def _choice(
+    memory_limit: str | float,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    world: TorchWorld,
+    device: torch.device,
+    micro_batches: bool,
+    allow: Sequence[str],
+) -> "Choice":
+    # The search loads a compiler, which other jobs need not wait for.
+    from offbeat.search.within import strategy_within
+
+    encoding = _encoding_seconds(allow, device, cluster)
+    return strategy_within(memory_limit, graph, cluster, world, micro_batches, allow, encoding)
+
+
 def _tell_choice(runtime: "Runtime | FsdpRuntime", choice: "Choice | None") -> None:
     if choice is not None:
-        what = {"predicted_seconds": choice.seconds, "predicted_bytes": choice.peak_bytes}
-        tell(runtime, Decision(0, choice.words, choice.strategy.name, kept=True, **what))
+        name, seconds, peak = choice.strategy.name, choice.seconds, choice.peak_bytes
+        tell(runtime, Decision(0, choice.words, name, kept=True, predicted_seconds=seconds, predicted_bytes=peak))
 
 
 def _tune(runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str]) -> None:
@@ -379,5 +392,5 @@ def _this_cluster(world: TorchWorld) -> ClusterSpec:
     # Rank 0's: servers may have none, and all ranks must come to the same cluster.
     if places[0][1] is not None:
         return ClusterSpec.of_ranks(nodes, device=places[0][1]) or ClusterSpec.local(world.size)
-    several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
+    several = ClusterSpec.of_ranks(nodes, device="cpu") if len(set(nodes)) > 1 else None
     return several or ClusterSpec.local(world.size)

@@ -116,7 +116,8 @@ def _tied(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("transformer", 2), ("bert_base", 1), ("gpt2", 1), ("llama_1b", 1), ("vgg16", 0), ("seq2seq", 0)]
+    ("name", "expected"),
+    [("transformer", 2), ("bert_base", 1), ("gpt2", 1), ("llama_1b", 1), ("vgg16", 0), ("seq2seq", 0)],
 )
 def test_output_layers_are_tied_to_embeddings_where_published(name: str, expected: int) -> None:
     assert _tied(_on_meta(name)[0]) == expected
