@@ -234,8 +234,8 @@ class _Result:
 
 
 def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[np.int64]]]:
-    """Operators of the last micro-batch, each twice, and by kind the bytes that come and go, held before it runs and while
-    it does; of the gradients, those beside the flat buffers of Offbeat's runtime."""
+    """Operators of the last micro-batch, each twice, and by kind the bytes that come and go, held before it runs and
+    while it does; of the gradients, those beside the flat buffers of Offbeat's runtime."""
     # The operators of one micro-batch as they run, each with whether it runs as a part of forward.
     order = [
         (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
