@@ -307,7 +307,8 @@ def describe(row: dict[str, Any]) -> str:
              f"{row['replicated_bytes'] / 2**30:.2f} GiB, in {row['seconds']:.0f} s"]  # fmt: skip
     for name, of in row["tried"].items():
         lines.append(f"  {name}: {of}")
-    lines += [f"  {name}: {of}" for name, of in row["chosen"].items()]
+    for name, of in row["chosen"].items():
+        lines.append(f"  {name}: { {key: value for key, value in of.items() if key != 'strategy'} }")
     return "\n".join([*lines, f"  {row['median_ms']}"])
 
 

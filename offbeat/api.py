@@ -114,7 +114,7 @@ def distribute(
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
             raise OffbeatError("distribute: memory_limit needs example_inputs and strategy='auto'")
-        timed = _timed(graph, model, example_inputs)
+        timed = _timed(graph, model, example_inputs) if group is None else graph
         choice = _choice(memory_limit, timed, cluster, world, device, loss_fn is None, allow)
         strategy = choice.strategy
     chosen = resolve_strategy(strategy, graph, cluster, world)
@@ -159,12 +159,15 @@ def distribute(
 
 
 def _timed(graph: ModelGraph, model: torch.nn.Module, example_inputs: Any) -> ModelGraph:
-    """The graph with what the model's blocks take on this device, where they can be timed."""
+    """The graph with what the model's blocks take on this device, where they can be timed: each rank runs them as often
+    as it likes, so they must not speak to other ranks."""
     from offbeat.profile.blocks import time_blocks
 
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        return graph
     try:
         return time_blocks(graph, model, example_inputs, ways=())[0]
-    except (OffbeatError, RuntimeError, TypeError) as error:
+    except Exception as error:
         # Such as too little memory, or a batch that is not given as positional arguments.
         log.info("offbeat predicts computing from the device's peak, as it could not time the model: %s", error)
         return graph
