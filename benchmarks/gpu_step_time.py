@@ -17,7 +17,6 @@ soon as it has ended; one that hangs is left out when its time is up, and the re
 
 import argparse
 import fnmatch
-import gc
 import itertools
 import json
 import os
@@ -30,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from auto_strategy import judged
-from step_time import machine
+from gpu_cases import FILLED, Step, agreed, agreed_all, device, run_cases, run_rank, timed
 
 MODELS: dict[str, dict[str, Any]] = {
     # By precision: a zoo name and options with 75 to 100 MB of gradients. FSDP2 shards modules of the classes `blocks`.
@@ -63,8 +62,6 @@ RANKS, GBITS = (2, 4), (10, 5)
 BUCKETS_MIB = (1, 2, 4, 8, 16)
 KEPT_BUCKETS = 2
 BLOCKS = 3
-FILLED = 2
-"""Steps before the clock starts: a plan that defers updates then has a step's outstanding at both ends."""
 STEPS = (3, 8)
 TRIED_STEPS, TRIED_WARM = 3, 2
 SETTLING_SHARE = 0.6
@@ -73,10 +70,7 @@ SETTLING_CHUNK = 20
 LEAST_SETTLING_STEPS, MOST_SETTLING_STEPS = 30, 400
 PROBED_BATCH, GROWTH = 16, 8
 """The first batch tried, and by how much the next may be larger."""
-START_SECONDS = 60.0
 CLIPPED_NORM = 1.0
-
-Step = Callable[[], None]
 
 
 def main() -> int:
@@ -93,7 +87,7 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(json.loads(options.worker))
+        run_rank(json.loads(options.worker), lambda case: Case(case).run(), describe)
         return 0
     chosen = [case for case in every_case() if any(fnmatch.fnmatch(case["name"], p) for p in options.cases)]
     if options.list:
@@ -106,12 +100,9 @@ def main() -> int:
         "case_seconds": options.case_seconds,
         "quick": options.quick,
         "output": str(Path(options.output).resolve()),
+        "shown": ("name", "ranks", "gbit", "model", "regime", "clip", "precision"),
     }
-    ends_at = None if options.seconds is None else time.time() + options.seconds
-    failed = 0
-    for (ranks, gbit), group in itertools.groupby(chosen, key=lambda case: (case["ranks"], case["gbit"])):
-        failed += run_group(ranks, gbit, [{**case, **common} for case in group], ends_at)
-    return int(failed > 0)
+    return int(run_cases(__file__, [{**case, **common} for case in chosen], options.seconds) > 0)
 
 
 def every_case() -> list[dict[str, Any]]:
@@ -128,155 +119,6 @@ def every_case() -> list[dict[str, Any]]:
         for model in MODELS
         for regime in ("balanced", "network-bound", "compute-bound")
     ]
-
-
-# The launcher
-
-
-def run_group(ranks: int, gbit: int, cases: list[dict[str, Any]], ends_at: float | None) -> int:
-    """Runs cases with the same cluster, in as many starts as it takes; how many of them failed."""
-    import torch
-
-    from offbeat.emulate import Emulation
-
-    failed = 0
-    with Emulation(ranks, f"{gbit}Gbit/s", gpu=torch.cuda.is_available()) as cluster:
-        while cases and (ends_at is None or time.time() < ends_at):
-            limit = START_SECONDS + sum(2 * case["case_seconds"] for case in cases)
-            if ends_at is not None:
-                limit = min(limit, max(30.0, ends_at - time.time() + cases[0]["case_seconds"]))
-            task = {"cases": cases, "ends_at": ends_at, "emulation": cluster.kind}
-            command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(task)]
-            ends = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=limit, check=False)
-            sys.stderr.write(ends[0].stderr)
-            found = ends[0].stdout.splitlines()
-            cases = [case for case in cases if case["name"] not in found]
-            if all(end.returncode == 0 for end in ends):
-                break
-            words = [f"rank {end.rank} {end.outcome} with {end.returncode}: {end.stderr[-1500:]}" for end in ends]
-            stuck, cases = cases[:1], cases[1:]
-            for case in stuck:
-                failed += 1
-                add_row(case, {**shown(case), "error": "\n".join(words)})
-                print(f"{case['name']}: failed\n" + "\n".join(words), file=sys.stderr, flush=True)
-    return failed
-
-
-def shown(case: dict[str, Any]) -> dict[str, Any]:
-    kept = ("name", "ranks", "gbit", "model", "regime", "clip", "precision")
-    return {name: case[name] for name in kept}
-
-
-def read(output: str) -> dict[str, Any]:
-    path = Path(output)
-    if path.exists():
-        return json.loads(path.read_text())
-    return {"benchmark": "gpu_step_time", "machine": machine(), "rows": []}
-
-
-def add_row(case: dict[str, Any], row: dict[str, Any]) -> None:
-    """Adds a case to the output, in place of an earlier one like it."""
-    result = read(case["output"])
-    key = ("name", "clip", "precision")
-    result["rows"] = [each for each in result["rows"] if any(each[k] != row[k] for k in key)] + [row]
-    writing = Path(f"{case['output']}.writing")
-    writing.write_text(json.dumps(result, indent=1))
-    writing.replace(case["output"])
-
-
-# What one rank does
-
-
-def work(task: dict[str, Any]) -> None:
-    import logging
-
-    import torch
-    import torch.distributed as dist
-
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    for case in task["cases"]:
-        # All ranks must see the same time.
-        if task["ends_at"] is not None and agreed(time.time()) > task["ends_at"]:
-            break
-        row = Case(case).run()
-        if dist.get_rank() == 0:
-            row = {**shown(case), "emulation": task["emulation"], **row}
-            if cuda:
-                row["device"] = torch.cuda.get_device_name()
-            add_row(case, row)
-            print(describe(row), file=sys.stderr, flush=True)
-            print(case["name"], flush=True)
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-    if cuda:
-        torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def device() -> Any:
-    import torch
-
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def agreed(value: float) -> float:
-    """The largest of all ranks' values."""
-    return agreed_all([value])[0]
-
-
-def agreed_all(values: list[float]) -> list[float]:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-class Clock:
-    """Seconds between two points of this rank's work: on the GPU, where there is one."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if torch.cuda.is_available() else []
-        self.began = 0.0
-
-    def __enter__(self) -> "Clock":
-        if self.events:
-            self.events[0].record()
-        self.began = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self.began
-        if self.events:
-            self.events[1].record()
-            self.events[1].synchronize()
-            self.seconds = self.events[0].elapsed_time(self.events[1]) / 1e3
-
-
-def timed(step: Step, count: int, filled: int = FILLED) -> float:
-    """Seconds of a step, after some that fill the pipeline."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    for _ in range(filled):
-        step()
-    with Clock() as clock:
-        for _ in range(count):
-            step()
-    if clock.events:
-        # What is still on the wire must not disturb what comes next.
-        torch.cuda.synchronize()
-    return clock.seconds / count
 
 
 class Case:

@@ -31,6 +31,7 @@ from tables import (
     generic,
     gpu_cases,
     gpu_failed,
+    gpu_memory_limit,
     gpu_overhead,
     gpu_replay_accuracy,
     gpu_step_time,
@@ -232,6 +233,19 @@ SECTIONS = (
         "python benchmarks/gpu_replay_accuracy.py --json --record FOLDER",
         "a GPU",
         "2026-11-18",
+    ),
+    Section(
+        "gpu_memory_limit",
+        "Memory limit on a GPU",
+        "`distribute(memory_limit=…)` under a limit of 0.8 of DDP's peak, against FSDP2 settings tried by hand: each "
+        "block, every two blocks or the model alone as units, freed after forward or kept, with blocks recomputed or "
+        "not, gradients reduced in fp32 or bf16. What exceeds the limit does not count. NCCL ranks share one GPU "
+        "through MPS, with links of 10 Gbit/s; fp32, AdamW, one sample of 1,024 tokens per rank. Peaks are "
+        "`torch.cuda.max_memory_allocated` of the fullest rank; times are medians of two blocks of two steps. The "
+        "start is from `distribute()` to the end of the first step.",
+        gpu_memory_limit,
+        "python benchmarks/gpu_memory_limit.py --output benchmarks/results/gpu_memory_limit.json",
+        "a GPU",
     ),
     Section(
         "gpu_overhead",

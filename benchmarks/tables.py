@@ -40,6 +40,11 @@ TARGETS = {
     "recorder": Target(0.05, "Offbeat: overhead of recording (dPRO: 5.86%)"),
     "coverage": Target(0.85, "Offbeat: share of held-back measurements inside the 90% interval, and at most 0.95"),
     "width": Target(0.12, "Offbeat: mean width of these intervals"),
+    "limit_time": Target(0.08, "Offbeat: error of the step predicted by memory_limit on GPU ranks"),
+    "limit_memory": Target(0.05, "Offbeat: error of the peak memory predicted by memory_limit on GPU ranks"),
+    "limit_best": Target(1.05, "Offbeat: times the step of the best hand-tried FSDP2 setting under a memory limit"),
+    "limit_default": Target(1.15, "Offbeat: times as fast as FSDP2's default wrapping under a memory limit"),
+    "limit_start": Target(60.0, "Offbeat: seconds from distribute() with a memory limit to the end of the first step"),
     "gpu_same": Target(0.02, "Offbeat: median error of predicting a run on GPU ranks from its own profile"),
     "gpu_same_worst": Target(0.06, "Offbeat: the worst such error"),
     "gpu_cross": Target(0.04, "Offbeat: median error of predicting another strategy or bandwidth on GPU ranks"),
@@ -234,6 +239,47 @@ def ratios(rows: list[Result], name: str) -> str:
 def listed(words: Iterable[Any]) -> str:
     *most, last = map(str, words)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def gpu_memory_limit(result: Result) -> Lines:
+    rows, lines = [], []
+    for row in result["rows"]:
+        if "error" in row:
+            lines.append(f"- Failed: {row['name']}.")
+            continue
+        rows += [_limit_row(row, name, of) for name, of in row["chosen"].items()]
+        tried = [each for each in row["tried"].values() if "skipped" not in each]
+        fits = sum(each["fits"] for each in tried)
+        lines.append(f"- {row['name']}: {len(tried)} settings tried by hand, of which {fits} fit.")
+    heads = ("case", "choice", "limit (DDP's peak), GiB", "peak, GiB", "predicted peak", "step, ms", "predicted step")
+    more = ("step / best by hand", "default wrapping / step", "start, s")
+    return [*table((*heads, *more), rows), *lines, ""]
+
+
+def _limit_row(row: Result, name: str, of: Result) -> tuple[str, ...]:
+    goals = {key: target.value for key, target in TARGETS.items()}
+    best, default, start = of.get("over_best"), of.get("default_over"), of["first_step_seconds"]
+    above = ", above the limit" if (of["peak_bytes"] or 0) > row["limit_bytes"] else ""
+    return (
+        row["name"],
+        f"{name}: {of['plan']}",
+        f"{gib(row['limit_bytes'])} ({gib(row['replicated_bytes'])})",
+        f"{gib(of['peak_bytes'])}{above}",
+        _judged(of["memory_error"], goals["limit_memory"]),
+        f"{of['measured_ms']:.1f}",
+        _judged(of["time_error"], goals["limit_time"]),
+        "none fits" if best is None else f"{best:.3f} ({of['best']}): {at_most(best, goals['limit_best'])}",
+        "does not fit" if default is None else f"{default:.3f}: {at_least(default, goals['limit_default'])}",
+        f"{start:.1f}: {at_most(start, goals['limit_start'])}",
+    )
+
+
+def gib(size: int | None) -> str:
+    return "not measured" if size is None else f"{size / 2**30:.2f}"
+
+
+def _judged(error: float | None, target: float) -> str:
+    return "not measured" if error is None else f"{error:+.1%}: {at_most(abs(error), target)}"
 
 
 def peers(result: Result) -> Lines:

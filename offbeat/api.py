@@ -1,12 +1,13 @@
 """The public functions that combine several stages."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,12 @@ from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import fit_link
 from offbeat.runtime.server import Served
 from offbeat.strategy import Strategy, build_strategy, builders, check_fits, strategy_for
+
+if TYPE_CHECKING:
+    from offbeat.runtime.fsdp import FsdpRuntime
+    from offbeat.search.within import Choice
+
+log = logging.getLogger("offbeat")
 
 NEGLIGIBLE_NETWORK_SECONDS = 2e-3
 """Below this, any backward pass hides a step's traffic, and updating in many small pieces costs more."""
@@ -103,14 +110,13 @@ def distribute(
     world = torch_world(group, device)
     cluster = _cluster_of(world, cluster)
     graph = skeleton(model) if example_inputs is None else capture(model, example_inputs, loss_fn, optimizer=optimizer)
+    choice = None
     if memory_limit is not None:
         if example_inputs is None or not (isinstance(strategy, str) and strategy == "auto"):
             raise OffbeatError("distribute: memory_limit needs example_inputs and strategy='auto'")
-        from offbeat.search.within import strategy_within
-
-        encoding = _encoding_seconds(allow, next(model.parameters()).device, cluster)
-        whole = loss_fn is None
-        strategy = strategy_within(memory_limit, graph, cluster, world, whole, allow, encoding)
+        timed = _timed(graph, model, example_inputs) if group is None else graph
+        choice = _choice(memory_limit, timed, cluster, world, device, loss_fn is None, allow)
+        strategy = choice.strategy
     chosen = resolve_strategy(strategy, graph, cluster, world)
     patience = timeout or timedelta(minutes=10)
     if chosen.operators:
@@ -127,7 +133,9 @@ def distribute(
     if chosen.fsdp is not None:
         from offbeat.runtime.fsdp import FsdpRuntime
 
-        FsdpRuntime(model, optimizer, plan, world)
+        sharded = FsdpRuntime(model, optimizer, plan, world)
+        sharded.quiet = quiet
+        _tell_choice(sharded, choice)
         return model, optimizer
     if len(plan.replicas) < world.size and not world.takes_host_memory:
         raise OffbeatError(
@@ -140,6 +148,7 @@ def distribute(
         raise Served
     runtime = Runtime(model, optimizer, plan, patience, world, find_unused_parameters)
     runtime.quiet = quiet
+    _tell_choice(runtime, choice)
     if strategy == "auto" and world.size > 1:
         _tune(runtime, graph, cluster, allow)
     elif world.rank == 0 and (expected := expectation_of(chosen, world.size)) is not None:
@@ -147,6 +156,46 @@ def distribute(
 
         Watch(runtime, expected)
     return model, optimizer
+
+
+def _timed(graph: ModelGraph, model: torch.nn.Module, example_inputs: Any) -> ModelGraph:
+    """The graph with what the model's blocks take on this device, where they can be timed: each rank runs them as often
+    as it likes, so they must not speak to other ranks."""
+    from offbeat.profile.blocks import time_blocks
+
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        return graph
+    try:
+        return time_blocks(graph, model, example_inputs, ways=())[0]
+    except Exception as error:
+        # Such as too little memory, or a batch that is not given as positional arguments.
+        log.info("offbeat predicts computing from the device's peak, as it could not time the model: %s", error)
+        return graph
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _choice(
+    memory_limit: str | float,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    world: TorchWorld,
+    device: torch.device,
+    micro_batches: bool,
+    allow: Sequence[str],
+) -> "Choice":
+    # The search loads a compiler, which other jobs need not wait for.
+    from offbeat.search.within import strategy_within
+
+    encoding = _encoding_seconds(allow, device, cluster)
+    return strategy_within(memory_limit, graph, cluster, world, micro_batches, allow, encoding)
+
+
+def _tell_choice(runtime: "Runtime | FsdpRuntime", choice: "Choice | None") -> None:
+    if choice is not None:
+        name, seconds, peak = choice.strategy.name, choice.seconds, choice.peak_bytes
+        tell(runtime, Decision(0, choice.words, name, kept=True, predicted_seconds=seconds, predicted_bytes=peak))
 
 
 def _tune(runtime: Runtime, graph: ModelGraph, cluster: ClusterSpec, allow: Sequence[str]) -> None:
@@ -346,5 +395,5 @@ def _this_cluster(world: TorchWorld) -> ClusterSpec:
     # Rank 0's: servers may have none, and all ranks must come to the same cluster.
     if places[0][1] is not None:
         return ClusterSpec.of_ranks(nodes, device=places[0][1]) or ClusterSpec.local(world.size)
-    several = ClusterSpec.of_ranks(nodes) if len(set(nodes)) > 1 else None
+    several = ClusterSpec.of_ranks(nodes, device="cpu") if len(set(nodes)) > 1 else None
     return several or ClusterSpec.local(world.size)

@@ -103,7 +103,8 @@ Bytes = Counter[str]
 def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
     """Memory allocated whichever operator runs, and the additional memory of the optimizer's step."""
     graph, device = plan.graph, plan.cluster.device_of(rank).device
-    library = HOPPER_WORKSPACE_BYTES if device.upper().startswith(HOPPER) else BLAS_WORKSPACE_BYTES
+    hopper = any(name in device.upper() for name in HOPPER)
+    library = HOPPER_WORKSPACE_BYTES if hopper else BLAS_WORKSPACE_BYTES
     if graph.workspaces is not None:
         library = graph.workspaces.kept
     held = Counter(
@@ -233,8 +234,8 @@ class _Result:
 
 
 def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[np.int64]]]:
-    """Operators of the last micro-batch, and by kind the bytes that come and go, held while each of them runs; of the
-    gradients, those beside the flat buffers of Offbeat's runtime."""
+    """Operators of the last micro-batch, each twice, and by kind the bytes that come and go, held before it runs and
+    while it does; of the gradients, those beside the flat buffers of Offbeat's runtime."""
     # The operators of one micro-batch as they run, each with whether it runs as a part of forward.
     order = [
         (plan.graph.operator(name), segment.phase == "forward" or segment.recomputed)
@@ -246,7 +247,7 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[
     _assign_gradients(plan.graph, latest)
     count = plan.strategy.accumulation
     length = len(order)
-    changes = {kind: np.zeros(length + 1, np.int64) for kind in ("activations", "gradients")}
+    changes = {kind: np.zeros(2 * length + 2, np.int64) for kind in ("activations", "gradients")}
     activations, gradients = changes.values()
     kept_until = _gradient_ends(plan, results, length, runtime)
     for result in results:
@@ -268,40 +269,46 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[
             _hold(activations, result.read_whole + 1, result.kept_until, kept)
     if plan.graph.workspaces is not None and plan.cluster.device_of(plan.replicas[0]).device != "cpu":
         passing = plan.graph.workspaces.share(count).passing
-        changes["workspace"] = np.zeros(length + 1, np.int64)
+        changes["workspace"] = np.zeros(2 * length + 2, np.int64)
         for position, (operator, _) in enumerate(order):
             _hold(changes["workspace"], position, position, passing.get(operator.name, 0))
     if plan.strategy.fsdp is not None:
-        changes |= {kind: np.zeros(length + 1, np.int64) for kind in ("weights", "communication")}
+        changes |= {kind: np.zeros(2 * length + 2, np.int64) for kind in ("weights", "communication")}
         _add_units(changes, plan)
     for variable in plan.graph.gradient_order if count > 1 and plan.strategy.fsdp is None else ():
         # The sum of the earlier micro-batches' gradients; Offbeat also holds its scaled copy until that is sent.
         gradients[0] += gradient_bytes(variable)
         if runtime == "offbeat":
             _hold(gradients, 0, kept_until[variable.name], gradient_bytes(variable))
-    names = [operator.name for operator, _ in order]
-    return names, {kind: np.cumsum(changed)[:length] for kind, changed in changes.items()}
+    names = [operator.name for operator, _ in order for _ in range(2)]
+    return names, {kind: np.cumsum(changed)[: 2 * length] for kind, changed in changes.items()}
 
 
 def _add_units(changes: dict[str, NDArray[np.int64]], plan: Plan) -> None:
     """What fully sharded units hold beside a rank's own parts, in one micro-batch.
 
-    torch keeps the buffer of a forward gather until the next unit has been gathered, and the buffer that is reduced
-    until the next unit's gradients are complete; before it copies gradients into that buffer, it frees the variables.
+    Before the first operator that needs a unit, its variables are copied out of the buffer that was gathered. On GPUs
+    torch keeps the buffer of a forward gather until the next unit's has been copied or forward ends. The buffer that is
+    reduced it keeps until the next unit's gradients are complete; before it copies gradients into that buffer, it frees
+    the variables.
     """
     ends = _segment_ends(plan)
     weights, communication, gradients = (changes[kind] for kind in ("weights", "communication", "gradients"))
     last = ends[-1] - 1
+    backward = next((number for number, segment in enumerate(plan.segments) if segment.phase == "backward"), 0)
+    streams = plan.cluster.device_of(plan.replicas[0]).device != "cpu"
     mine = [(task, window) for task in plan.tasks if (window := task.window) and window.issued < len(ends)]
     gathers = [each for each in mine if each[0].kind == "all_gather"]
     in_parts: dict[int, int] = {}
     for (task, window), later in zip(gathers, [*gathers[1:], None], strict=True):
         message = plan.messages[task.message]
-        begin, end = _begin(ends, window.needed), ends[window.freed] - 1
+        begin, end = _before(ends, window.needed), ends[window.freed] - 1
         forward = plan.segments[window.needed].phase == "forward"
         _hold(weights, begin, end, message.parameter_bytes)
-        until = _begin(ends, later[1].needed) if forward and later is not None else begin
-        _hold(communication, _begin(ends, window.issued), until, message.parameter_bytes)
+        until = begin
+        if forward and streams:
+            until = _before(ends, backward if later is None else min(later[1].needed, backward))
+        _hold(communication, _before(ends, window.issued), until, message.parameter_bytes)
         if forward:
             in_parts[message.index] = end + 1
         elif len(task.ranks) < plan.shards:
@@ -322,13 +329,15 @@ def _segment_ends(plan: Plan) -> list[int]:
     return list(accumulate(len(segment.operators) for segment in plan.segments if segment.microbatch == 0))
 
 
-def _begin(ends: Sequence[int], segment: int) -> int:
-    return ends[segment - 1] if segment else 0
+def _before(ends: Sequence[int], segment: int) -> float:
+    """The moment before a segment's first operator."""
+    return (ends[segment - 1] if segment else 0) - 0.5
 
 
-def _hold(changes: NDArray[np.int64], first: int, last: int, size: int) -> None:
-    changes[first] += size
-    changes[last + 1] -= size
+def _hold(changes: NDArray[np.int64], first: float, last: float, size: int) -> None:
+    """Bytes that are held from one operator to another, by their positions; half of one is the moment before it."""
+    changes[int(2 * first) + 1] += size
+    changes[int(2 * last) + 2] -= size
 
 
 def _results(order: list[tuple[Operator, bool]]) -> tuple[list[_Result], dict[str, _Result | None]]:

@@ -76,7 +76,6 @@ def time_blocks(
     with untouched(model):
         calls = _calls(model, modules or blocks(graph), inputs)
         regions = _regions(model, calls)
-        # Without the results, which hold all that backward would need.
         kept = {path: (_detached(mine[0]), len(mine)) for path, mine in calls.items()}
         del calls
         wanted: list[tuple[tuple[str, ...], tuple[Way, ...]]] = [(region, ("eager", *ways)) for region in regions]
@@ -149,7 +148,8 @@ def _calls(model: nn.Module, paths: Sequence[str], inputs: Sequence[Any]) -> dic
         handles.append(model.get_submodule(path).register_forward_hook(called, with_kwargs=True))
     was_training = model.training
     try:
-        with torch.enable_grad():
+        # What backward would need is not kept: a model that needs sharding may not fit with it.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_dropped, _dropped):
             model.train()
             model(*inputs)
     finally:
@@ -157,6 +157,10 @@ def _calls(model: nn.Module, paths: Sequence[str], inputs: Sequence[Any]) -> dic
         for handle in handles:
             handle.remove()
     return dict(calls)
+
+
+def _dropped(_: Any) -> None:
+    pass
 
 
 @contextmanager

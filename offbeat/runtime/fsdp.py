@@ -48,6 +48,8 @@ class FsdpRuntime:
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
+        self.world = world
+        self.quiet = False
         self.history: list[Decision] = []
         begin(model, optimizer)
         variables_of(model, plan)

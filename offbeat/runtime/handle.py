@@ -30,6 +30,8 @@ class Decision:
     """Name of the tried strategy; empty if none was."""
     kept: bool = False
     predicted_seconds: float | None = None
+    predicted_bytes: int | None = None
+    """Peak memory of the fullest rank, where a memory limit chose the plan."""
     predicted_low_seconds: float | None = None
     predicted_high_seconds: float | None = None
     """Between which 9 of 10 such predictions turn out to be."""
@@ -95,7 +97,7 @@ class Handle:
         return f"<offbeat: {self.summary().splitlines()[0]}>"
 
 
-def tell(runtime: "Runtime", decision: Decision) -> None:
+def tell(runtime: "Runtime | FsdpRuntime", decision: Decision) -> None:
     """Stores a decision, and prints it once on rank 0."""
     runtime.history.append(decision)
     if runtime.world.rank == 0 and not (runtime.quiet or os.environ.get(QUIET_VARIABLE)):

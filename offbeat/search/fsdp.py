@@ -81,6 +81,8 @@ def _neighbours(candidate: Candidate, problem: Problem) -> Iterator[Strategy]:
     node = problem.cluster.nodes[0].devices
     if 1 < node < shards and shards % node == 0:
         yield _with(strategy, units=dict.fromkeys(fsdp.wrapped, node) | {"": fsdp.reshard("")})
+    if "bf16" in problem.allow:
+        yield _with(strategy, reduce_dtype=None if fsdp.reduce_dtype else "bfloat16")
     for groups in {1, *_groups(problem.cluster)} - {fsdp.replicas}:
         yield _with(strategy, replicas=groups)
     fewer = [parts for parts in range(1, strategy.accumulation) if strategy.accumulation % parts == 0]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,10 +14,29 @@ from offbeat.launch import this_place
 from offbeat.runtime.comm import TorchWorld
 from offbeat.runtime.retime import fit_link
 from offbeat.search.fsdp import SPARE
-from offbeat.search.optimize import optimize
+from offbeat.search.optimize import search
 from offbeat.strategy import Strategy
+from offbeat.units import format_bytes, format_seconds, parse_bytes
 
-SEARCH_SECONDS = 30.0
+SEARCH_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest strategy found under a limit, and what is predicted of it."""
+
+    strategy: Strategy
+    seconds: float
+    peak_bytes: int
+    limit_bytes: int
+
+    @property
+    def words(self) -> str:
+        engine = {"replicated": "replicated", "sharded": "with sharded updates", "fsdp": "fully sharded"}
+        return (
+            f"under {format_bytes(self.limit_bytes)} the job is {engine[self.strategy.engine]}; predicted: "
+            f"{format_seconds(self.seconds)} per step, {format_bytes(self.peak_bytes)} at the peak"
+        )
 
 
 def strategy_within(
@@ -28,32 +47,35 @@ def strategy_within(
     micro_batches: bool,
     allow: Sequence[str] = (),
     encoding: Mapping[str, float] | None = None,
-) -> Strategy:
+) -> Choice:
     """Rank 0 searches, with the link as it is measured now; 'auto' is the memory of the smallest device, with a tenth
     of it to spare. `micro_batches` says that the model returns its loss, `allow` which encoders
     gradients may be sent with, and `encoding` the seconds that each takes for a byte. Every rank must call it."""
     if isinstance(memory_limit, str) and memory_limit == "auto":
-        memory_limit = min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE)
+        limit = int(min(world.all_gather_object(_device_bytes(world))) * (1 - SPARE))
+    else:
+        limit = parse_bytes(memory_limit, "memory_limit")
     costs = replace(_link_costs(world), encoding_seconds_per_byte=encoding or {})
-    found: str | OffbeatError | None = None
+    found: tuple[str, float, int] | OffbeatError | None = None
     if world.rank == 0:
         try:
-            best = optimize(
+            best = search(
                 graph,
                 cluster,
                 costs=costs,
-                memory_limit=memory_limit,
+                memory_limit=limit,
                 time_limit=SEARCH_SECONDS,
                 micro_batches=micro_batches,
                 allow=allow,
             )
-            found = best.to_json()
+            found = best.strategy.to_json(), best.seconds, best.peak_bytes
         except OffbeatError as error:
             found = error
     told = world.all_gather_object(found)[0]
     if isinstance(told, OffbeatError):
         raise told
-    return Strategy.from_json(told)
+    chosen, seconds, peak = told
+    return Choice(Strategy.from_json(chosen), seconds, peak, limit)
 
 
 def _device_bytes(world: TorchWorld) -> int:

@@ -185,6 +185,8 @@ gpt2 = partial(_gpt2, 12, 12)
 """124,439,808 parameters."""
 gpt2_medium = partial(_gpt2, 24, 16)
 """354,823,168 parameters."""
+gpt2_large = partial(_gpt2, 36, 20)
+"""774,030,080 parameters."""
 gpt2_xl = partial(_gpt2, 48, 25)
 """1,557,611,200 parameters."""
 

@@ -102,6 +102,9 @@ def fsdp_limited(model: str = "gpt2", kind: str = "adamw") -> dict[str, Any]:
         "peak": peak_memory(plan).total / limit,
         "ddp": ddp / limit,
         "sharded": plan.strategy.fsdp is not None,
+        "told": net.offbeat.summary(),
+        "seconds": net.offbeat.history[0].predicted_seconds,
+        "bytes": net.offbeat.history[0].predicted_bytes / limit,
         "refusal": refusal,
     }
 

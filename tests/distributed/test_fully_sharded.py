@@ -45,5 +45,8 @@ def test_a_memory_limit_chooses_what_fits(pools: Pools):
     for answer in pools(2).call("fsdp_limited", timeout=180):
         assert answer["ddp"] > 1 >= answer["peak"]
         assert answer["sharded"]
+        assert answer["seconds"] > 0
+        assert answer["bytes"] == pytest.approx(answer["peak"])
+        assert "the job is fully sharded; predicted: " in answer["told"]
         assert answer["error"] < 1e-10
         assert "memory_limit: 100 B is not enough for 'Gpt2': the smallest peak found is" in answer["refusal"]

@@ -291,3 +291,35 @@ def test_a_failure_is_named_and_makes_the_status_non_zero(
     assert {name: outcome["ok"] for name, outcome in summary["benchmarks"].items()} == {"bad": False, "good": True}
     monkeypatch.setattr(sys, "argv", ["run.py", "--only", "good"])
     assert runner.main() == 0
+
+
+def test_the_page_shows_choices_under_a_memory_limit() -> None:
+    good = {
+        "plan": "12 modules are sharded",
+        "peak_bytes": 2 * 2**30,
+        "memory_error": -0.06,
+        "measured_ms": 500.0,
+        "time_error": 0.03,
+        "best": "each block, kept",
+        "over_best": 1.1,
+        "default_over": 1.4,
+        "first_step_seconds": 70.0,
+    }
+    none = {**good, "peak_bytes": 4 * 2**30}
+    for key in ("best", "over_best", "default_over"):
+        del none[key]
+    row = {
+        "name": "2r-10G-gpt2",
+        "limit_bytes": 3 * 2**30,
+        "replicated_bytes": 4 * 2**30,
+        "tried": {"each block, kept": {"fits": True}, "model, kept": {"fits": False}, "other": {"skipped": "no time"}},
+        "chosen": {"offbeat": good, "offbeat, bf16 allowed": none},
+    }
+    result = {"rows": [row, {"name": "4r-10G-gpt2", "error": "rank 0 ended"}]}
+    text = section(report.page({"gpu_memory_limit": result}), "Memory limit on a GPU")
+    assert "| 3.00 (4.00) | 2.00 | -6.0%: missed by 20% | 500.0 | +3.0%: reached |" in text
+    assert "| 1.100 (each block, kept): missed by 5% | 1.400: reached | 70.0: missed by 17% |" in text
+    assert "| 4.00, above the limit |" in text
+    assert "| none fits | does not fit |" in text
+    assert "2 settings tried by hand, of which 1 fit." in text
+    assert "Failed: 4r-10G-gpt2." in text

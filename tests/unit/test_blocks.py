@@ -1,6 +1,7 @@
 """Blocks and encoders timed on this device: what is timed, how often, and what is kept."""
 
 import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,27 @@ def test_regions_are_timed_together_and_alike_ones_once(job: Any, monkeypatch: p
     assert all(set(seconds) == {"eager", "compiled"} for seconds in found.values())
     assert all(torch.equal(value, before[name]) for name, value in job[1].state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_listening_to_the_model_keeps_nothing_for_backward(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            kept = x.clone()
+            held.append(weakref.ref(kept))
+            context.save_for_backward(kept)
+            return x * x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graph = capture(nn.Sequential(*model), torch.zeros(2, 4), lambda out: out.sum())
+    still: list[int] = []
+    model.register_forward_hook(lambda *_: still.append(sum(each() is not None for each in held)))
+    model[1].forward = Square.apply
+    blocks.time_blocks(graph, model, torch.zeros(2, 4), ways=(), modules=["0"])
+    assert held
+    assert still == [0]
 
 
 def test_times_are_kept_by_what_was_timed(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,19 @@ def test_under_a_limit_that_replication_breaks_the_fastest_that_fits_is_found():
     assert "modules are gathered and reduced separately" in text
 
 
+def test_gradients_are_reduced_in_bfloat16_only_with_leave():
+    graph = gpt2().with_optimizer("AdamW", 2)
+    cluster = ClusterSpec.homogeneous(nodes=2, bandwidth="1Gbit/s")
+    limit = round(0.75 * peak_memory(lower(graph, cluster, build_strategy("ddp", graph, cluster))).total)
+    exact, rounded = (
+        search(graph, cluster, rounds=0, memory_limit=limit, allow=allow).strategy.fsdp for allow in ((), ("bf16",))
+    )
+    assert exact is not None
+    assert exact.reduce_dtype is None
+    assert rounded is not None
+    assert rounded.reduce_dtype == "bfloat16"
+
+
 def test_auto_leaves_a_tenth_of_the_smallest_device():
     assert limit_bytes("auto", ClusterSpec.preset("B10")) == int(0.9 * 8 * 2**30)
     assert limit_bytes("2GiB", FOUR) == 2**31

@@ -1,13 +1,17 @@
 """Peak memory: by hand for a small network, against torch's allocator for the papers' models, and per rank."""
 
+import gc
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import mostly_slow
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offbeat.cluster import ClusterSpec
 from offbeat.cost.memory import HOPPER_WORKSPACE_BYTES, MemoryEstimate, gradient_bytes, peak_memory
@@ -16,7 +20,10 @@ from offbeat.graph.capture import capture
 from offbeat.graph.model import ModelGraph, Workspaces
 from offbeat.graph.share import batch_share
 from offbeat.plan import lower
-from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig
+from offbeat.runtime.fsdp import apply_units
+from offbeat.runtime.memory import apply_memory_strategy
+from offbeat.strategy import Encoder, Schedule, Shard, Strategy, VariableConfig, build_strategy
+from offbeat.torch_private import gather_asynchronously
 from offbeat.zoo import build as build_zoo
 from offbeat.zoo import capture as capture_zoo
 
@@ -235,3 +242,51 @@ def test_tied_weights_and_micro_batches_are_what_torch_allocates():
                 optimizer.step()
     measured = benchmark.peak_of(profiler)
     assert estimate(graph, Strategy(accumulation=parts)).total == pytest.approx(measured, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """A mesh of two ranks, of which only this one exists: gloo's threads would free memory unseen by the profiler."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+UNITS = [
+    ("gpt2", {}),
+    ("llama_1b", {"root": True, "prefetch": 2}),
+    ("gpt2", {"prefetch": 3}),
+    ("gpt2", {"reshard": False}),
+    ("gpt2", {"recompute": True, "prefetch": 0}),
+    ("gpt2", {"reduce_dtype": "bfloat16"}),
+    ("bert_base", {"units": []}),
+    ("llama_1b", {"reshard": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), mostly_slow(UNITS, UNITS[:3]))
+def test_fully_sharded_units_are_what_torch_allocates(two_ranks, name, options):
+    scale, batch = 0.12, 2
+    graph = capture_zoo(name, scale, batch).with_optimizer("AdamW", 2)
+    plan = lower(graph, TWO, build_strategy("fsdp", graph, TWO, **options))
+    # What an earlier model has left must not be freed meanwhile.
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model, inputs = build_zoo(name, scale, batch)
+        apply_memory_strategy(model, plan.strategy, None)
+        apply_units(model, plan.strategy.fsdp, two_ranks)
+        gather_asynchronously(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            with torch.profiler.record_function("step"):
+                optimizer.zero_grad()
+                model(*inputs).backward()
+                optimizer.step()
+    measured = _benchmark().peak_of(profiler)
+    assert peak_memory(plan).total == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("device", ["H200", "NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_the_workspace_of_a_device_goes_by_any_of_its_names(device):
+    cluster = ClusterSpec.homogeneous(nodes=1, device=device)
+    assert estimate(mlp(), cluster=cluster).workspace >= HOPPER_WORKSPACE_BYTES

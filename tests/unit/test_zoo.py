@@ -31,7 +31,9 @@ PUBLISHED = {
     "bert_large": (336_226_108, 398),
     "gpt2": (124_439_808, 148),
     "gpt2_medium": (354_823_168, 292),
+    "gpt2_large": (774_030_080, 436),
     "gpt2_xl": (1_557_611_200, 580),
+    "llama_1b": (1_235_814_400, 146),
     "mlp": (2_383_370, 8),
 }
 # Millions of parameters as the papers print them: AutoSync's table 1 and PACE's table II.
@@ -49,7 +51,7 @@ PAPERS = {
 }
 BATCHES = {"vgg16": 32, "bert_3l": 32, "bert_large": 8, "ncf_dense": 256, "gpt2": 8}
 SMALL = 0.05
-QUICK = ("vgg16", "densenet121", "transformer", "ncf_sparse", "lm1b", "bert_3l", "gpt2", "mlp")
+QUICK = ("vgg16", "densenet121", "transformer", "ncf_sparse", "lm1b", "bert_3l", "gpt2", "llama_1b", "mlp")
 
 
 def _on_meta(name: str, scale: float = 1.0, **options: object) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -114,7 +116,8 @@ def _tied(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("transformer", 2), ("bert_base", 1), ("gpt2", 1), ("vgg16", 0), ("seq2seq", 0)]
+    ("name", "expected"),
+    [("transformer", 2), ("bert_base", 1), ("gpt2", 1), ("llama_1b", 1), ("vgg16", 0), ("seq2seq", 0)],
 )
 def test_output_layers_are_tied_to_embeddings_where_published(name: str, expected: int) -> None:
     assert _tied(_on_meta(name)[0]) == expected
@@ -211,6 +214,28 @@ def test_bert_ignores_padding() -> None:
         torch.testing.assert_close(model(other, segments, keep, positions, words, is_next), loss)
         seen = torch.ones_like(keep)
         assert model(other, segments, seen, positions, words, is_next) != loss
+
+
+def test_llama_sees_distances_and_not_the_future() -> None:
+    from offbeat.zoo.llama import Llama, rotated
+
+    torch.manual_seed(0)
+    model = Llama(100, 16, 8, 16, 32, 2)
+    assert model.blocks[0].key.out_features == model.blocks[0].query.out_features // 4
+    query, key = torch.randn(2, 1, 1, 16).expand(2, 1, 16, 16)
+    turned = [rotated(each, 1, model.cosines, model.sines) for each in (query, key)]
+    scores = (turned[0] @ turned[1].transpose(1, 2))[0]
+    torch.testing.assert_close(scores[:-1, :-1], scores[1:, 1:])
+    assert not torch.allclose(scores[0], scores[0, 0])
+    tokens, following = torch.randint(100, (2, 1, 8))
+    other = torch.cat((tokens[:, :5], 99 - tokens[:, 5:]), 1)
+    states = []
+    model.norm.register_forward_hook(lambda _, __, state: states.append(state))
+    with torch.no_grad():
+        model(tokens, following)
+        model(other, following)
+    torch.testing.assert_close(states[0][:, :5], states[1][:, :5])
+    assert not torch.allclose(states[0][:, 5:], states[1][:, 5:])
 
 
 @pytest.mark.parametrize("name", ["resnet50", "densenet121", "inception_v3", "transformer", "lm1b"])
