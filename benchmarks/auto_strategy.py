@@ -1,7 +1,7 @@
 """strategy="auto" against tuned DDP: models, links, hosts, real and paced compute, with and without clipping.
 
     python benchmarks/auto_strategy.py --json [--model vgg ...] [--regime balanced ...] [--hosts 2 ...]
-                                       [--compute real ...] [--clip]
+                                       [--compute real ...] [--clip] [--lanes 4] [--seconds 500] [--output FILE]
 
 In every case DDP runs with its default buckets, with growing ones (`bucket_cap_mb_list`) and with six explicit sizes,
 of which the two quickest stay, all with `gradient_as_bucket_view=True`; and Offbeat starts cold with "auto" and trains
@@ -11,6 +11,9 @@ network divided by compute is 1.6, 1.0 or 0.4. `best_over_auto` is the best DDP'
 `decided` says whether their blocks lie apart, the fastest and the slowest of each left out: if not, the machine is too
 noisy to tell. Paced compute takes its time without the processor, as an accelerator's does; real compute runs where
 every host has a core. `--clip` clips by the global norm in each step, so that no update can be put off.
+
+`--lanes` runs so many cases at a time, each on its share of the processor's cores. No case starts after `--seconds`;
+`--output` gets the result after every case.
 """
 
 import argparse
@@ -19,6 +22,8 @@ import json
 import os
 import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,7 @@ BLOCKS, STEPS = 5, 6
 TRIED_STEPS = 4
 MOST_SETTLING_STEPS = 320
 CLIPPED_NORM = 1.0
+CASE = ("model", "regime", "hosts", "compute", "clip")
 
 
 def main() -> None:
@@ -49,28 +55,54 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, choices=(2, 4), action="append")
     parser.add_argument("--compute", choices=("real", "paced"), action="append")
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(json.loads(options.worker))
         return
-    rows = []
-    for compute in options.compute or ("real", "paced"):
-        for hosts in options.hosts or (2, 4):
-            if compute == "real" and hosts > (os.cpu_count() or 1):
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // options.lanes
+    cases = [
+        (model, regime, hosts, compute, options.clip)
+        for compute in options.compute or ("real", "paced")
+        for hosts in options.hosts or (2, 4)
+        if compute == "paced" or hosts <= each
+        for model in options.model or MODELS
+        for regime in options.regime or REGIMES
+    ]
+    from offbeat.emulate.emulation import RankError
+
+    waiting, rows, ends_at = iter(cases), [], time.monotonic() + options.seconds
+    result: dict[str, Any] = {"benchmark": "auto_strategy", "machine": {**machine(), "cores": each}}
+
+    def run_lane(lane: int) -> None:
+        # Of this thread, and of what it starts.
+        os.sched_setaffinity(0, cores[lane * each : (lane + 1) * each])
+        while time.monotonic() < ends_at and (case := next(waiting, None)):
+            try:
+                rows.append(run_case(*case))
+            except RankError as error:
+                result.setdefault("failed", []).append({**dict(zip(CASE, case, strict=True)), "error": str(error)})
+                print(f"{case}: {error}", file=sys.stderr, flush=True)
                 continue
-            for model in options.model or MODELS:
-                for regime in options.regime or REGIMES:
-                    rows.append(run_case(model, regime, hosts, compute, options.clip))
-                    print(describe(rows[-1]), file=sys.stderr, flush=True)
-    result = {"benchmark": "auto_strategy", "machine": machine(), "summary": summary(rows), "rows": rows}
+            print(describe(rows[-1]), file=sys.stderr, flush=True)
+            done = sorted(rows, key=lambda row: cases.index(tuple(row[name] for name in CASE)))
+            result.update(asked=len(cases), summary=summary(done), rows=done)
+            if options.output:
+                options.output.write_text(json.dumps(result, indent=1))
+
+    with ThreadPoolExecutor(options.lanes) as pool:
+        list(pool.map(run_lane, range(options.lanes)))
     print(json.dumps(result, indent=1) if options.json else json.dumps(result["summary"]))
 
 
 def run_case(model: str, regime: str, hosts: int, compute: str, clip: bool) -> dict[str, Any]:
     from offbeat.emulate import Emulation
 
-    case = {"model": model, "regime": regime, "hosts": hosts, "compute": compute, "clip": clip}
+    case = dict(zip(CASE, (model, regime, hosts, compute, clip), strict=True))
     with Emulation(hosts, bandwidth=None) as cluster:
         alone = launch(cluster, {**case, "local": True})
         bandwidth = 2 * (hosts - 1) / hosts * alone["bytes"] / (REGIMES[regime] * alone["seconds"])
