@@ -15,7 +15,7 @@ from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import Plan, lower
 from offbeat.runtime.buffers import BufferKeeper
-from offbeat.runtime.checkpoint import gather_state, scatter_state
+from offbeat.runtime.checkpoint import divide_state, gather_state, unite_state
 from offbeat.runtime.comm import Channel, Channels, Key, World, torch_world
 from offbeat.runtime.engine import Engine, Mode, Training
 from offbeat.runtime.faults import explain
@@ -33,7 +33,7 @@ from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
 from offbeat.runtime.wrapping import begin, check_unwrapped
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
-from offbeat.torch_private import has_step_hooks, hooks_of, keep_counting, uncompiled
+from offbeat.torch_private import hook_step, hooks_of, keep_counting, uncompiled
 
 log = logging.getLogger("offbeat")
 
@@ -127,8 +127,6 @@ class Runtime:
             return "barrier", "there is one replica"
         if not per_variable(self.optimizer_class):
             obstacle = f"optimizer {kind} may couple variables"
-        elif has_step_hooks(self.optimizer):
-            obstacle = f"optimizer {kind} has step hooks"
         elif any(uncompiled(module) is not module for module in self.model.modules()):
             obstacle = "the model is compiled"
         elif odd:
@@ -174,7 +172,7 @@ class Runtime:
         old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
-        state = self._detach()
+        self._detach()
         self.parameters = variables_of(self.model, plan)
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
@@ -182,36 +180,34 @@ class Runtime:
         self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         self.engine.frozen.adopt(old.frozen)
-        scatter_state(self.engine, state)
+        divide_state(self.engine)
         self._after_first_step()
         # The two refer to each other, and the engine's buffers are as large as the model: they must go now. To collect
         # all garbage would take longer than a step.
         del old.arrivals.engine
 
-    def _detach(self) -> dict[str, Any]:
-        """Takes the engine off model and optimizer; returns the optimizer's state as a single device has it."""
+    def _detach(self) -> None:
+        """Takes the engine off model and optimizer, which has its state as on a single device."""
         self.engine.drain()
         self.engine.gradients.publish_all()
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
             self.buffers.drop()
-        state = gather_state(self.engine)
+        unite_state(self.engine)
         for hook in (self._after_first_step, self.retimer and self.retimer.after_step):
             if hook in self.step_hooks:
                 self.step_hooks.remove(hook)
         self.engine.detach()
         self.gate.detach()
-        return state
 
     def release(self) -> None:
         """Makes model and optimizer what they were before distribute(); every rank must call it."""
         for hook in self.release_hooks:
             hook()
-        state = self._detach()
+        self._detach()
         self.engine.channels.close()
         for undo in self.undo:
             undo()
         self.model.__class__, self.optimizer.__class__ = self.model_class, self.optimizer_class
-        self.optimizer.load_state_dict(state)
         vars(self.optimizer).pop("step", None)
         del self.model._offbeat, self.optimizer._offbeat
 
@@ -280,6 +276,7 @@ class Runtime:
         for target, mixin in ((self.model, OuterModel), (self.optimizer, DistributedOptimizer)):
             target._offbeat = self
             target.__class__ = with_mixin(mixin, type(target))
+        hook_step(self.optimizer, self.optimizer_class)
         keep_counting(self.optimizer)
 
     def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.checkpoint import gather_state, scatter_state
+from offbeat.runtime.checkpoint import gather_state, replace_state, scatter_state, state_to_read
 from offbeat.runtime.handle import Handle
 from offbeat.runtime.join import join
 from offbeat.runtime.wrapping import already_distributed
@@ -77,8 +77,8 @@ class DistributedModel(ModelHooks):
         return self._offbeat.plain_copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain model."""
-        return _as(self._offbeat.plain_copy({}))
+        """Pickled as the plain model. Parameters are their own, so that an optimizer in the same pickle shares them."""
+        return _as(self._offbeat.plain_copy({id(parameter): parameter for parameter in self.parameters()}))
 
     def _before_conversion(self) -> None:
         """The plan is rebuilt."""
@@ -178,6 +178,16 @@ class DistributedOptimizer(_Optimizer):
         self._offbeat.engine.settle_all()
         super().add_param_group(param_group)
         self._offbeat.engine.outdated = True
+
+    # Torch says that an optimizer has a plain attribute of this name.
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """The state of every parameter, up to date, if every replica updates everything."""
+        return state_to_read(self._offbeat.engine)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        replace_state(self._offbeat.engine, value)
 
     def state_dict(self) -> dict[str, Any]:
         """A single device's state dict; if a strategy spreads state over ranks, every rank must call it."""

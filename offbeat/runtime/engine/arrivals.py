@@ -35,7 +35,8 @@ class Arrivals:
         self.outer = False
         """Whether the end of the outermost pass will be reported."""
         planned = engine.plan.program.carriers
-        observed = {} if engine.alone else engine.parameters
+        # Nothing is sent for those without elements.
+        observed = {} if engine.alone else {name: p for name, p in engine.parameters.items() if p.numel()}
         self.hooks = {
             id(parameter): partial(self._arrived if name in planned else _refuse, name)
             for name, parameter in observed.items()

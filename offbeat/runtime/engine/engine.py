@@ -213,7 +213,7 @@ class Engine:
         """Runs a step in which the user's optimizer calls backward itself, any number of times."""
         self.need_barrier("step() is given a closure")
         self.updates.settle_all()
-        result = self.training.optimizer_class.step(self.training.optimizer, closure)
+        result: torch.Tensor = self.training.take_step(self.training.optimizer, closure)
         self.gradients.phase = Phase.IDLE
         return result
 
