@@ -175,7 +175,8 @@ def share_registries(module: torch.nn.Module, other: torch.nn.Module) -> None:
 def hooks_of(module: torch.nn.Module) -> Iterator[MutableMapping[int, Any]]:
     """A module's hooks of each kind, by their handles' ids; a kind under another name would be left out."""
     for name, value in module.__dict__.items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+        # torch.fx has lists of its own hooks.
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
             yield value
 
 

@@ -153,7 +153,8 @@ def scatter_state(engine: Engine, whole: dict[str, Any]) -> None:
     engine.settle_all()
     base = engine.training.optimizer
     engine.owners.tell("load", state=whole)
-    engine.training.optimizer_class.load_state_dict(base, whole)
+    with engine.updates.at_work():
+        engine.training.optimizer_class.load_state_dict(base, whole)
     divide_state(engine)
 
 

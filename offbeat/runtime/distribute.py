@@ -25,12 +25,12 @@ from offbeat.runtime.join import refuse_change
 from offbeat.runtime.lazy import AliasCheck, can_be_lazy
 from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.memory import apply_memory_strategy
-from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
+from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, check_classes, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.server import Server
 from offbeat.runtime.structure import Structure, watch_structure
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
-from offbeat.runtime.wrapping import begin, check_unwrapped
+from offbeat.runtime.wrapping import begin, check_unwrapped, shared_memory
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
 from offbeat.torch_private import hook_step, hooks_of, keep_counting, uncompiled
@@ -53,6 +53,7 @@ class Runtime:
         """`world` is the job; the default process group's if it is not given."""
         self.world = world or torch_world()
         begin(model, optimizer)
+        check_classes(model, optimizer)
         self.model = model
         self.model_class: Any = type(model)
         self.optimizer = optimizer
@@ -119,13 +120,16 @@ class Runtime:
         if plan.strategy.fsdp is not None:
             raise StrategyError("fsdp: a running job cannot switch to fully_shard; use it from the start")
         _check_messages(plan, self.optimizer_class, self.device)
+        shared = shared_memory(self.model, plan)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
             return "barrier", "the strategy asks for it"
         if len(plan.replicas) == 1 and wanted == "auto":
             return "barrier", "there is one replica"
-        if not per_variable(self.optimizer_class):
+        if shared:
+            obstacle = shared
+        elif not per_variable(self.optimizer_class):
             obstacle = f"optimizer {kind} may couple variables"
         elif any(uncompiled(module) is not module for module in self.model.modules()):
             obstacle = "the model is compiled"
@@ -217,7 +221,8 @@ class Runtime:
 
     def fit_if_outdated(self) -> None:
         """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
-        if self.engine.outdated or self.engine.refrozen or self.structure.regrouped():
+        changed = self.engine.outdated or self.engine.refrozen or self.engine.moved
+        if changed or self.structure.regrouped():
             self.fit_model()
 
     def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -227,6 +232,10 @@ class Runtime:
 
     def fit_model(self) -> None:
         """Rebuilds the plan if the training loop has changed the model or the optimizer; all ranks call it together."""
+        if self.engine.moved:
+            self.engine.moved = False
+            if shared := shared_memory(self.model, self.plan):
+                self.engine.need_barrier(shared)
         if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         if self.before_step:

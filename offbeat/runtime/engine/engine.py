@@ -53,6 +53,8 @@ class Engine:
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.refrozen = False
         """Parameters were frozen or unfrozen: the plan fits only if the same ones train as when it was made."""
+        self.moved = False
+        """The training loop has given a parameter other memory."""
         self.steps = 0
         self.began: Moment = 0.0
         self.ready: list[Moment] = [0.0] * len(self.synchronisers)
