@@ -293,11 +293,15 @@ class Runtime:
         # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
         for kept in (self, self.engine, self.gate, *self.engine.synchronisers, self.engine.reports.observer):
             memo[id(kept)] = kept
-        copied = self.model_class.__new__(self.model_class)
-        memo[id(self.model)] = copied
-        for name, value in self.model.__dict__.items():
-            if name != "_offbeat":
-                copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied = object.__new__(self.model_class)
+        content = {name: value for name, value in vars(self.model).items() if name != "_offbeat"}
+        if hasattr(self.model_class, "__deepcopy__"):
+            vars(copied).update(content)
+            copied = self.model_class.__deepcopy__(copied, memo)
+        else:
+            memo[id(self.model)] = copied
+            for name, value in content.items():
+                vars(copied)[name] = copy.deepcopy(value, memo)
         others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
         ours = self.visitors.union(handle.id for handle in (*self.gate.handles, *others))
         for module in copied.modules():
