@@ -181,7 +181,7 @@ def sharing_memory(parameters: dict[str, torch.nn.Parameter]) -> tuple[str, str]
             for name, parameter in parameters.items()
             if parameter.numel() and parameter.layout == torch.strided
         )
-    overlapping = ((a, b) for (_, end, a), (begin, _, b) in pairwise(spans) if begin < end)
+    overlapping = ((min(a, b), max(a, b)) for (_, end, a), (begin, _, b) in pairwise(spans) if begin < end)
     return next(overlapping, None)
 
 
