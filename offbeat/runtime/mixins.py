@@ -191,8 +191,7 @@ class DistributedOptimizer(_Optimizer):
         super().add_param_group(param_group)
         self._offbeat.engine.outdated = True
 
-    # Torch says that an optimizer has a plain attribute of this name.
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:
         """The state of every parameter, up to date, if every replica updates everything."""
         return state_to_read(self._offbeat.engine)

@@ -7,7 +7,7 @@ import pickle
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -154,6 +154,16 @@ def test_step_takes_a_closure_only() -> None:
         assert said.startswith("step() of a distributed optimizer takes a closure only, not 'scale'")
 
 
+def test_what_reads_every_attribute_of_a_model_is_not_taken_for_a_wrapper() -> None:
+    """As torch.jit does."""
+
+    def body(job: Job) -> None:
+        for name in dir(job.model):
+            getattr(job.model, name)
+
+    on_two_ranks(body, OVERLAP)
+
+
 class Line(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +214,10 @@ class AbstractFirst(abc.ABC, nn.Module):
     """Python cannot put another class in the place of such a one."""
 
 
+class GenericFirst(Generic[TypeVar("T")], nn.Module):
+    """As above."""
+
+
 class Registered(nn.Module):
     def __init_subclass__(cls, *, name: str) -> None:
         assert name
@@ -218,6 +232,7 @@ class Named(Registered, name="named"):
     [
         (WithJoin, "distribute() adds 'join' to a model, but WithJoin has it already"),
         (WithPart, "distribute() adds 'offbeat' to a model, but WithPart has it already"),
+        (GenericFirst, "name torch's class first among its bases"),
         (AbstractFirst, "name torch's class first among its bases"),
     ],
 )
