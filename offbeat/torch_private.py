@@ -6,7 +6,7 @@ docstring says nothing else fails as it is called, with torch's own AttributeErr
 """
 
 import os
-from collections import OrderedDict
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -175,7 +175,8 @@ def share_registries(module: torch.nn.Module, other: torch.nn.Module) -> None:
 def hooks_of(module: torch.nn.Module) -> Iterator[MutableMapping[int, Any]]:
     """A module's hooks of each kind, by their handles' ids; a kind under another name would be left out."""
     for name, value in module.__dict__.items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+        # torch.fx has lists of its own hooks.
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
             yield value
 
 
@@ -205,7 +206,9 @@ class ModelHooks(_Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        self._before_wrapping("DistributedDataParallel")
+        # torch.jit reads every attribute of a model.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.parallel."):
+            self._before_wrapping("DistributedDataParallel")
         return []
 
     @property
@@ -220,15 +223,20 @@ class ModelHooks(_Module):
 # Optimizers
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks are registered on the optimizer's `step()`."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def hook_step(optimizer: torch.optim.Optimizer, former: type[torch.optim.Optimizer]) -> None:
+    """Lets hooks on `step()` run around that of the optimizer's present class, if they did so in its former one."""
+    if _hooked(former.step):
+        optimizer._patch_step_function()
 
 
-def clear_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer empty sets of hooks on `step()`; those that it shared with another stay there."""
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """A class's `step()` without the hooks that torch runs around it; in a release with another mark with them."""
+    step: Any = kind.step
+    return step.__wrapped__ if _hooked(step) else step
+
+
+def _hooked(step: Any) -> bool:
+    return getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
 
 
 def support_foreach(kind: type) -> None:

@@ -7,7 +7,7 @@ distributed is a shell around the LightningModule that shares its parameters, bu
 names; only the shell's forward is a step's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -72,6 +72,11 @@ class OffbeatStrategy(DDPStrategy):
         result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
         return result
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Torch puts the state where the parameters are; ranks that hold parts of it have nothing to move."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Accumulated gradients stay local until the last of them."""

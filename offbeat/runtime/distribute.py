@@ -15,7 +15,7 @@ from offbeat.graph import ModelGraph
 from offbeat.graph.skeleton import skeleton
 from offbeat.plan import Plan, lower
 from offbeat.runtime.buffers import BufferKeeper
-from offbeat.runtime.checkpoint import gather_state, scatter_state
+from offbeat.runtime.checkpoint import divide_state, gather_state, unite_state
 from offbeat.runtime.comm import Channel, Channels, Key, World, torch_world
 from offbeat.runtime.engine import Engine, Mode, Training
 from offbeat.runtime.faults import explain
@@ -25,15 +25,15 @@ from offbeat.runtime.join import refuse_change
 from offbeat.runtime.lazy import AliasCheck, can_be_lazy
 from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.memory import apply_memory_strategy
-from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, with_mixin
+from offbeat.runtime.mixins import DistributedOptimizer, OuterModel, check_classes, with_mixin
 from offbeat.runtime.retime import Retimer, fit_link
 from offbeat.runtime.server import Server
 from offbeat.runtime.structure import Structure, watch_structure
 from offbeat.runtime.unit_optimizer import elementwise, per_variable, twin
-from offbeat.runtime.wrapping import begin, check_unwrapped
+from offbeat.runtime.wrapping import begin, check_unwrapped, shared_memory
 from offbeat.strategy import transfer
 from offbeat.timeline import Timeline
-from offbeat.torch_private import has_step_hooks, hooks_of, keep_counting, uncompiled
+from offbeat.torch_private import hook_step, hooks_of, keep_counting, uncompiled
 
 log = logging.getLogger("offbeat")
 
@@ -53,6 +53,7 @@ class Runtime:
         """`world` is the job; the default process group's if it is not given."""
         self.world = world or torch_world()
         begin(model, optimizer)
+        check_classes(model, optimizer)
         self.model = model
         self.model_class: Any = type(model)
         self.optimizer = optimizer
@@ -119,16 +120,17 @@ class Runtime:
         if plan.strategy.fsdp is not None:
             raise StrategyError("fsdp: a running job cannot switch to fully_shard; use it from the start")
         _check_messages(plan, self.optimizer_class, self.device)
+        shared = shared_memory(self.model, plan)
         wanted, kind = plan.strategy.schedule.mode, self.optimizer_class.__name__
         odd = [name for name, p in self.model.named_parameters() if p.requires_grad and not can_be_lazy(p)]
         if wanted == "barrier":
             return "barrier", "the strategy asks for it"
         if len(plan.replicas) == 1 and wanted == "auto":
             return "barrier", "there is one replica"
-        if not per_variable(self.optimizer_class):
+        if shared:
+            obstacle = shared
+        elif not per_variable(self.optimizer_class):
             obstacle = f"optimizer {kind} may couple variables"
-        elif has_step_hooks(self.optimizer):
-            obstacle = f"optimizer {kind} has step hooks"
         elif any(uncompiled(module) is not module for module in self.model.modules()):
             obstacle = "the model is compiled"
         elif odd:
@@ -174,7 +176,7 @@ class Runtime:
         old, gate, buffers = self.engine, self.gate, self.buffers
         if old.bound_by_loop:
             mode, reason = "barrier", "the training loop needs it"
-        state = self._detach()
+        self._detach()
         self.parameters = variables_of(self.model, plan)
         self._attach(plan, mode, reason, old.updates.aliases)
         self.gate.adopt(gate)
@@ -182,36 +184,34 @@ class Runtime:
         self.engine.arrivals.synchronise = old.arrivals.synchronise
         self.engine.bound_by_loop, self.engine.reports.observer = old.bound_by_loop, old.reports.observer
         self.engine.frozen.adopt(old.frozen)
-        scatter_state(self.engine, state)
+        divide_state(self.engine)
         self._after_first_step()
         # The two refer to each other, and the engine's buffers are as large as the model: they must go now. To collect
         # all garbage would take longer than a step.
         del old.arrivals.engine
 
-    def _detach(self) -> dict[str, Any]:
-        """Takes the engine off model and optimizer; returns the optimizer's state as a single device has it."""
+    def _detach(self) -> None:
+        """Takes the engine off model and optimizer, which has its state as on a single device."""
         self.engine.drain()
         self.engine.gradients.publish_all()
         with explain(self.plan, what=f"the buffers of rank {self.buffers.root}"):
             self.buffers.drop()
-        state = gather_state(self.engine)
+        unite_state(self.engine)
         for hook in (self._after_first_step, self.retimer and self.retimer.after_step):
             if hook in self.step_hooks:
                 self.step_hooks.remove(hook)
         self.engine.detach()
         self.gate.detach()
-        return state
 
     def release(self) -> None:
         """Makes model and optimizer what they were before distribute(); every rank must call it."""
         for hook in self.release_hooks:
             hook()
-        state = self._detach()
+        self._detach()
         self.engine.channels.close()
         for undo in self.undo:
             undo()
         self.model.__class__, self.optimizer.__class__ = self.model_class, self.optimizer_class
-        self.optimizer.load_state_dict(state)
         vars(self.optimizer).pop("step", None)
         del self.model._offbeat, self.optimizer._offbeat
 
@@ -221,7 +221,8 @@ class Runtime:
 
     def fit_if_outdated(self) -> None:
         """Between two passes: rebuilds the plan after a known change, because a step may come before a forward."""
-        if self.engine.outdated or self.engine.refrozen or self.structure.regrouped():
+        changed = self.engine.outdated or self.engine.refrozen or self.engine.moved
+        if changed or self.structure.regrouped():
             self.fit_model()
 
     def zero_grad(self, set_to_none: bool, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -231,6 +232,10 @@ class Runtime:
 
     def fit_model(self) -> None:
         """Rebuilds the plan if the training loop has changed the model or the optimizer; all ranks call it together."""
+        if self.engine.moved:
+            self.engine.moved = False
+            if shared := shared_memory(self.model, self.plan):
+                self.engine.need_barrier(shared)
         if not torch.is_grad_enabled() or not self.structure.changed(self.engine):
             return
         if self.before_step:
@@ -280,6 +285,7 @@ class Runtime:
         for target, mixin in ((self.model, OuterModel), (self.optimizer, DistributedOptimizer)):
             target._offbeat = self
             target.__class__ = with_mixin(mixin, type(target))
+        hook_step(self.optimizer, self.optimizer_class)
         keep_counting(self.optimizer)
 
     def plain_copy(self, memo: dict[int, Any]) -> torch.nn.Module:
@@ -287,11 +293,15 @@ class Runtime:
         # Hooks of the copy still point at the runtime until they are taken off; the runtime itself is not copied.
         for kept in (self, self.engine, self.gate, *self.engine.synchronisers, self.engine.reports.observer):
             memo[id(kept)] = kept
-        copied = self.model_class.__new__(self.model_class)
-        memo[id(self.model)] = copied
-        for name, value in self.model.__dict__.items():
-            if name != "_offbeat":
-                copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied = object.__new__(self.model_class)
+        content = {name: value for name, value in vars(self.model).items() if name != "_offbeat"}
+        if hasattr(self.model_class, "__deepcopy__"):
+            vars(copied).update(content)
+            copied = self.model_class.__deepcopy__(copied, memo)
+        else:
+            memo[id(self.model)] = copied
+            for name, value in content.items():
+                vars(copied)[name] = copy.deepcopy(value, memo)
         others = [handle for synchroniser in self.engine.synchronisers for handle in synchroniser.handles]
         ours = self.visitors.union(handle.id for handle in (*self.gate.handles, *others))
         for module in copied.modules():

@@ -1,10 +1,10 @@
 """Parameters with a pending gradient or value, which are brought up to date when they are accessed.
 
 Three classes stand in for `torch.nn.Parameter`, each a subclass of the one before, and a parameter's `__class__` says
-which applies: `WatchedParameter` tells its watcher when it is frozen or unfrozen; `LazyGradParameter` asks before
-its gradient is read or replaced in Python (autograd itself works in C++ and does not pass here); `PendingParameter` has
-an update outstanding and is brought up to date before any torch function uses it. Switching classes takes
-about 70 ns and nothing is added to a forward pass.
+which applies: `WatchedParameter` tells its watcher when it is frozen, unfrozen or given other memory;
+`LazyGradParameter` asks before its gradient is read or replaced in Python (autograd itself works in C++ and does not
+pass here); `PendingParameter` has an update outstanding and is brought up to date before any torch function uses it.
+Switching classes takes about 70 ns and nothing is added to a forward pass.
 
 A view that somebody keeps of a parameter is a tensor of its own and cannot ask. `AliasCheck` finds out that there is
 one, so that updates of that parameter are not put off.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -28,10 +29,11 @@ Given = ParamSpec("Given")
 
 _gradient = torch.Tensor.grad
 _requires_grad = torch.Tensor.requires_grad
+_data = torch.Tensor.data
 
 
 class WatchedParameter(torch.nn.Parameter):
-    """A Parameter that tells `_offbeat_watcher` when `requires_grad` changes."""
+    """A Parameter that tells `_offbeat_watcher` when `requires_grad` changes, or when it is given other memory."""
 
     _offbeat_watcher: "Engine"
 
@@ -44,6 +46,15 @@ class WatchedParameter(torch.nn.Parameter):
         if value != _requires_grad.__get__(self):
             self._offbeat_watcher.training_changed(self, value)
         _requires_grad.__set__(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        self._offbeat_watcher.moved = True
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         self.requires_grad = requires_grad
@@ -160,6 +171,24 @@ def set_pending(parameters: Iterable[torch.nn.Parameter], pending: bool) -> None
     for parameter in parameters:
         if type(parameter) is before:
             parameter.__class__ = after
+
+
+def sharing_memory(parameters: dict[str, torch.nn.Parameter]) -> tuple[str, str] | None:
+    """The names of two parameters of which one lies where the other does, as after `a.data = b.data`; or None."""
+    with disable_torch_function():
+        spans = sorted(
+            (parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), name)
+            for name, parameter in parameters.items()
+            if parameter.numel() and parameter.layout == torch.strided
+        )
+    overlapping = ((min(a, b), max(a, b)) for (_, end, a), (begin, _, b) in pairwise(spans) if begin < end)
+    return next(overlapping, None)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, both included."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))
 
 
 class AliasCheck:

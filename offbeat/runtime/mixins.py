@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.checkpoint import gather_state, scatter_state
+from offbeat.runtime.checkpoint import gather_state, replace_state, scatter_state, state_to_read
 from offbeat.runtime.handle import Handle
 from offbeat.runtime.join import join
 from offbeat.runtime.wrapping import already_distributed
@@ -70,15 +70,19 @@ class DistributedModel(ModelHooks):
         self._offbeat.engine.drain()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, list(self.parameters()))
+        if self._offbeat.model_class.zero_grad is not torch.nn.Module.zero_grad:
+            # The user's own clears gradients one by one, as a loop may do.
+            super().zero_grad(set_to_none)
+        else:
+            self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, list(self.parameters()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A plain model with the newest values, detached from the job."""
         return self._offbeat.plain_copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain model."""
-        return _as(self._offbeat.plain_copy({}))
+        """Pickled as the plain model. Parameters are their own, so that an optimizer in the same pickle shares them."""
+        return _as(self._offbeat.plain_copy({id(parameter): parameter for parameter in self.parameters()}))
 
     def _before_conversion(self) -> None:
         """The plan is rebuilt."""
@@ -153,7 +157,12 @@ class DistributedOptimizer(_Optimizer):
 
     _offbeat: Any
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        if options:
+            raise StrategyError(
+                f"step() of a distributed optimizer takes a closure only, not {next(iter(options))!r}: put it into "
+                f"the optimizer's parameter groups"
+            )
         return self._offbeat.uncompiled(self._take_step, closure)
 
     def _take_step(self, closure: Any) -> Any:
@@ -171,13 +180,25 @@ class DistributedOptimizer(_Optimizer):
         return engine.closure_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, held)
+        if self._offbeat.optimizer_class.zero_grad is not Optimizer.zero_grad:
+            super().zero_grad(set_to_none)
+        else:
+            held = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._offbeat.uncompiled(self._offbeat.zero_grad, set_to_none, held)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._offbeat.engine.settle_all()
         super().add_param_group(param_group)
         self._offbeat.engine.outdated = True
+
+    @property
+    def state(self) -> Any:
+        """The state of every parameter, up to date, if every replica updates everything."""
+        return state_to_read(self._offbeat.engine)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        replace_state(self._offbeat.engine, value)
 
     def state_dict(self) -> dict[str, Any]:
         """A single device's state dict; if a strategy spreads state over ranks, every rank must call it."""
@@ -200,6 +221,36 @@ def _as(plain: Any) -> tuple[Any, ...]:
     return operator.getitem, ([plain], 0)
 
 
+class _Unannounced:
+    """A user's class need not hear of the subclass made here, which may lack what it asks of its own."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 def with_mixin(mixin: type, base: type) -> Any:
     """A class that is called as `base` is, and behaves as `mixin` says."""
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_Unannounced, mixin, base), names)
+
+
+ADDED = ("flush", "join", "join_hook", "no_sync", "offbeat")
+"""What distribute() adds to a model."""
+
+
+def check_classes(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Refuses a model that has other things by the added names, and classes that cannot be extended."""
+    own = {*dir(type(model)), *vars(model), *(name for each in registries(model) for name in each)}
+    if hidden := sorted(own.intersection(ADDED)):
+        raise StrategyError(
+            f"distribute() adds {hidden[0]!r} to a model, but {type(model).__name__} has it already: give it another "
+            f"name there"
+        )
+    for kind, mixin in ((type(model), OuterModel), (type(optimizer), DistributedOptimizer)):
+        try:
+            object.__new__(kind).__class__ = with_mixin(mixin, kind)
+        except TypeError as error:
+            raise StrategyError(
+                f"the class {kind.__name__} cannot be extended ({error}): name torch's class first among its bases, "
+                f"as in class {kind.__name__}(torch.nn.Module, ABC)"
+            ) from error

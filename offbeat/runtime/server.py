@@ -21,7 +21,7 @@ from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import set_gradient
 from offbeat.runtime.lifetime import close_at_exit
 from offbeat.runtime.sync import AsyncServer, StaleAllReduce, Synchroniser
-from offbeat.runtime.unit_optimizer import UnitOptimizer
+from offbeat.runtime.unit_optimizer import UnitOptimizer, set_scaling
 
 
 class Served(SystemExit):
@@ -108,11 +108,13 @@ class Server:
         unused: list[str],
         values: dict[str, torch.Tensor],
         gradients: dict[str, torch.Tensor | None] | None,
+        scaling: dict[str, Any],
     ) -> None:
         """Applies the arrived gradients, or the training loop's changes of them, and sends values back."""
         parameters = self.training.parameters
         for group, told in zip(self.training.optimizer.param_groups, groups, strict=True):
             group.update(told)
+        set_scaling(self.training.optimizer, scaling)
         with torch.no_grad():
             for name, value in values.items():
                 parameters[name].copy_(value)

@@ -3,16 +3,20 @@
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from offbeat.graph.model import ELEMENTWISE
 from offbeat.runtime.lazy import set_gradient
-from offbeat.torch_private import clear_step_hooks
+from offbeat.torch_private import unhooked_step
 
 PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
 """torch.optim classes that treat every variable separately, so that variables can be updated one after another."""
+
+SCALING = ("grad_scale", "found_inf")
+"""Attributes by which a gradient scaler lets a fused optimizer divide gradients and skip a step itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,13 @@ class UnitOptimizer:
     def __init__(self, base: Optimizer, base_class: type[Optimizer], units: Sequence[Unit]) -> None:
         self.base = base
         self.base_class = base_class
+        self.take_step = unhooked_step(base_class)
         self.units = units
         self.own_state = any(unit.tensor is not unit.parameter for unit in units)
         """Its state is kept apart from the user's optimizer, because it is that of pieces."""
         group = group_of(base)
         self.groups = sorted({group[id(unit.parameter)] for unit in units})
         self.optimizer = twin(base, base_class)
-        clear_step_hooks(self.optimizer)
         self.optimizer.param_groups = [
             {
                 **base.param_groups[number],
@@ -71,6 +75,7 @@ class UnitOptimizer:
 
     def refresh(self) -> None:
         """Takes the current hyperparameters; a scheduler may change them before the update is applied."""
+        set_scaling(self.optimizer, scaling_of(self.base))
         for mine, group in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key, value in self.base.param_groups[group].items():
                 if key != "params":
@@ -95,7 +100,7 @@ class UnitOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        self.base_class.step(self.optimizer)
+        self.take_step(self.optimizer)
 
 
 def twin(optimizer: Optimizer, plain_class: type[Optimizer]) -> Optimizer:
@@ -104,6 +109,18 @@ def twin(optimizer: Optimizer, plain_class: type[Optimizer]) -> Optimizer:
     made: Optimizer = object.__new__(plain_class)
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("_offbeat", "step")})
     return made
+
+
+def scaling_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What a gradient scaler has put on the optimizer for this step."""
+    return {name: vars(optimizer)[name] for name in SCALING if name in vars(optimizer)}
+
+
+def set_scaling(optimizer: Optimizer, scaling: dict[str, Any]) -> None:
+    """Puts the same on another optimizer."""
+    for name in SCALING:
+        vars(optimizer).pop(name, None)
+    vars(optimizer).update(scaling)
 
 
 def group_of(optimizer: Optimizer) -> dict[int, int]:

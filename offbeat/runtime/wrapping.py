@@ -1,4 +1,7 @@
-"""Refuse models that something else exchanges too: another wrapper around or inside, or another distributed model."""
+"""Refuse models that something else exchanges too: another wrapper around or inside, or another distributed model.
+
+And those of which several parameters share their memory, where a plan updates them apart.
+"""
 
 from collections.abc import Collection
 from functools import cache
@@ -10,6 +13,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.plan import Plan
+from offbeat.runtime.lazy import sharing_memory
 from offbeat.torch_private import is_flat_parameter, uncompiled
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -34,6 +39,11 @@ def check_unwrapped(model: torch.nn.Module, replaced: Collection[Any] = ()) -> N
             raise StrategyError(
                 f"distribute() needs the plain model, but {where} is wrapped in {wrapper}: "
                 f"remove the wrapper, or pass its .module"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StrategyError(
+                f"distribute() needs modules of Python code, but {where} is a torch.jit.ScriptModule: "
+                f"distribute the model first, and script a copy of it"
             )
         if vars(module).get("_offbeat") not in (None, *replaced):
             raise StrategyError(
@@ -78,3 +88,17 @@ def already_distributed(wrapper: str, path: str = "") -> None:
     raise StrategyError(
         f"Offbeat already distributes {what}: remove {wrapper}, which would exchange its gradients a second time"
     )
+
+
+def shared_memory(model: torch.nn.Module, plan: Plan) -> str:
+    """In words which parameters share their memory, if any; StrategyError if the plan updates them apart."""
+    shared = sharing_memory(dict(model.named_parameters()))
+    if shared is None:
+        return ""
+    one, other = shared
+    if not plan.whole_state or any(message.staleness for message in plan.messages):
+        raise StrategyError(
+            f"parameters {one!r} and {other!r} share their memory, and strategy {plan.strategy.name!r} updates them "
+            f"apart: let both names be one parameter (module.weight = other.weight, not .data)"
+        )
+    return f"parameters {one!r} and {other!r} share their memory"

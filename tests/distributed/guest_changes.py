@@ -1,6 +1,8 @@
 """Training scripts with optimizers of their own, and with a model or an optimizer that changes."""
 
 import copy
+import pickle
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -27,6 +29,111 @@ def _capturable(model: nn.Module) -> torch.optim.Optimizer:
 def _capturable_optimizer(job: Job) -> None:
     for step in range(STEPS):
         job.step(step)
+
+
+@pattern(optimize=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+def _fused_optimizer_with_scaler(job: Job) -> None:
+    """The scaler leaves it to the optimizer to unscale gradients, and to skip a step that overflows."""
+    scaler = torch.amp.GradScaler(job.device.type, init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        job.optimizer.zero_grad()
+        job.backward(scaler.scale(job.loss(step) * (torch.inf if step == 4 else 1.0)))
+        if step % 3 == 2:
+            scaler.unscale_(job.optimizer)
+            nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.see(torch.tensor(scaler.get_scale()))
+
+
+@pattern(single=True)
+def _mixed_precision(job: Job) -> None:
+    for step in range(STEPS):
+        x, y = job.batch(step)
+        job.optimizer.zero_grad()
+        with torch.autocast(job.device.type, dtype=torch.bfloat16):
+            loss = F.cross_entropy(job.model(x.float()), y)
+        job.see(loss)
+        job.backward(loss)
+        job.optimizer.step()
+
+
+@pattern()
+def _step_hooks(job: Job) -> None:
+    """Hooks on step(), put on and taken off while training goes on."""
+    calls: list[str] = []
+
+    def after(optimizer: Any, *_: Any) -> None:
+        calls.append("after")
+        job.see(*(p for group in optimizer.param_groups for p in group["params"]))
+
+    before = job.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    for step in range(STEPS):
+        if step == 2:
+            job.optimizer.register_step_post_hook(after)
+            job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+        if step == 5:
+            before.remove()
+        job.step(step)
+    job.see(torch.tensor([calls.count("before"), calls.count("after")]))
+
+
+@pattern()
+def _optimizer_state_changed(job: Job) -> None:
+    """Looks at momenta, resets them, and puts an empty dictionary in their place."""
+    for step in range(STEPS):
+        job.step(step)
+        job.see(*(job.optimizer.state[p]["momentum_buffer"] for p in job.model.parameters()))
+        if step == 2:
+            for state in job.optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        if step == 4:
+            job.optimizer.state = defaultdict(dict)
+
+
+@pattern()
+def _parameters_out_of_a_group_for_a_while(job: Job) -> None:
+    held = job.optimizer.param_groups[0]["params"]
+    for step in range(STEPS):
+        if step == 2:
+            out = held.pop(0)
+        if step == 5:
+            held.insert(0, out)
+        job.step(step)
+
+
+@pattern()
+def _memory_shared(job: Job) -> None:
+    """Two parameters in one memory, each with a gradient of its own."""
+    for step in range(STEPS):
+        if step == 2:
+            job.model.middle[2].weight.data = job.model.middle[0].weight.data
+        job.step(step)
+        job.see(job.model.middle[2].weight)
+
+
+@pattern()
+def _converted_for_good(job: Job) -> None:
+    """Momenta stay in double precision."""
+    for step in range(STEPS):
+        if step == 3:
+            job.model.float()
+        x, y = job.batch(step)
+        job.optimizer.zero_grad()
+        job.backward(F.cross_entropy(job.model(x.to(job.model.head.weight.dtype)), y))
+        job.optimizer.step()
+
+
+@pattern()
+def _one_pickle(job: Job) -> None:
+    """Of the model and its optimizer, which goes on training there."""
+    for step in range(STEPS):
+        job.step(step)
+    model, optimizer = pickle.loads(pickle.dumps((job.model, job.optimizer)))
+    x, y = job.batch(0)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    job.see(*model.parameters())
 
 
 def _muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -58,8 +165,8 @@ def _own_optimizer(job: Job) -> None:
         job.step(step)
 
 
-OWNERS_REFUSE = ("own_optimizer", "muon_optimizer")
-"""Patterns whose optimizer must see whole variables, or all of them at once."""
+OWNERS_REFUSE = ("own_optimizer", "muon_optimizer", "optimizer_state_changed", "memory_shared")
+"""Patterns that need whole variables, or all of them or all of the optimizer's state on every rank."""
 
 
 def _freeze_middle(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from guests import PATTERNS
 from harness import Pools
 
 STRATEGIES = ("overlap", "ps_load_balanced", "sharded", "partitioned_ps", "ddp")
+SINGLE_PRECISION = ("mixed_precision", "converted_for_good")
 CASES = [
     pytest.param(pattern, strategy, marks=() if strategy == "overlap" else pytest.mark.slow)
     for pattern in PATTERNS
@@ -20,7 +21,8 @@ def test_pattern_equals_averaging_by_hand(pools: Pools, pattern: str, strategy: 
         # A rank that updates a part of a variable may round its last elements otherwise than one that updates all.
         # Rows of an embedding that occur several times are summed in another order than by hand.
         rounds = strategy == "sharded" or pattern == "sparse_embeddings"
-        assert answer["equal"] or (rounds and answer["error"] < 1e-15), answer
+        error = 1e-6 if pattern in SINGLE_PRECISION else 1e-15
+        assert answer["equal"] or (rounds and answer["error"] < error), answer
         assert answer["trained"]
 
 

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import guests
 import small_models
 import split_points
 from reference import flat_parameters, graph_of, make_strategy, reference_run
@@ -111,6 +113,18 @@ shared_channels: dict[Any, Any] = {}
 
 
 @contextmanager
+def quick_to_start() -> Generator[None, None, None]:
+    """Without what takes longest in a run of a few steps: timing the link, opening channels."""
+    open_channels, fit_link = distribute.Channels, distribute.fit_link
+    distribute.fit_link = lambda *_: (1e-4, 1e-9)
+    distribute.Channels = lambda plan, world, timeout, _: open_channels(plan, world, timeout, shared_channels)
+    try:
+        yield
+    finally:
+        distribute.fit_link, distribute.Channels = fit_link, open_channels
+
+
+@contextmanager
 def distributed(
     name: str, optimizer: str, strategy: Strategy | str, nodes: int | None = None, seed: int | None = None
 ) -> Generator[tuple[Any, Any], None, None]:
@@ -122,18 +136,16 @@ def distributed(
     model = small_models.make(name, seed=rank if seed is None else seed).to(DEVICE)
     trainer = small_models.make_optimizer(optimizer, model.parameters())
     example = small_models.batch(name, 0, rank)
-    open_channels, fit_link = distribute.Channels, distribute.fit_link
     kept = api.capture
-    # What takes longest in a run of five steps: capturing the model, timing the link, opening channels.
+    # It takes long too.
     api.capture = lambda *_, **__: graph_of(name, torch.float64, optimizer)
-    distribute.fit_link = lambda *_: (1e-4, 1e-9)
-    distribute.Channels = lambda plan, world, timeout, _: open_channels(plan, world, timeout, shared_channels)
     try:
-        offbeat.distribute(model, trainer, strategy, example_inputs=example, cluster=cluster, timeout=TIMEOUT)
-        yield model, trainer
-        model._offbeat._detach()
+        with quick_to_start():
+            offbeat.distribute(model, trainer, strategy, example_inputs=example, cluster=cluster, timeout=TIMEOUT)
+            yield model, trainer
+            model._offbeat._detach()
     finally:
-        api.capture, distribute.fit_link, distribute.Channels = kept, fit_link, open_channels
+        api.capture = kept
 
 
 def steps(model: Any, optimizer: Any, name: str, numbers: range) -> list[float]:
@@ -194,6 +206,7 @@ def cases() -> Iterator[Case]:
             yield "fully sharded", f"{options} {optimizer}", partial(fully_sharded, options, optimizer)
     for name, number in itertools.product(split_points.MODELS, range(POINTS)):
         yield "split", f"{name} {number}", partial(split, name, number)
+    yield from guest_cases()
     yield "refusal", "asynchronous servers", refused
     yield "batch norm", "SyncBatchNorm", synchronised_statistics
     yield "auto", "measured link", auto
@@ -204,6 +217,40 @@ SERVED = {("parameter_server", each["name"]) for each in ENCODERS if each["name"
     ("sharded", "bf16"),
 }
 """PowerSGD takes two rounds, which servers refuse; sharded messages travel in 16 bits at least."""
+
+
+GUESTS = {
+    "fused_optimizer": LIMIT,
+    "capturable_optimizer": LIMIT,
+    "fused_optimizer_with_scaler": LIMIT,
+    "gradient_scaler": LIMIT,
+    "clipping_by_norm": LIMIT,
+    "mixed_precision": 1e-3,
+    "muon_optimizer": 1e-6,
+    "own_optimizer": LIMIT,
+    "step_hooks": LIMIT,
+    "optimizer_state_changed": LIMIT,
+    "memory_shared": LIMIT,
+    "accumulation": LIMIT,
+    "ema_over_a_list": LIMIT,
+    "generation": LIMIT,
+    "unfrozen_later": LIMIT,
+}
+"""Ways of training that GPUs treat otherwise than processors do, and how far each may end from averaging by hand: two
+of them compute in single precision or bfloat16, where the order of the ring's sums shows."""
+
+
+def guest_cases() -> Iterator[Case]:
+    for pattern, strategy in itertools.product(GUESTS, ("overlap", "sharded", "ddp")):
+        if strategy != "sharded" or pattern not in guests.guest_changes.OWNERS_REFUSE:
+            yield "guest", f"{pattern} {strategy}", partial(guest, pattern, strategy)
+
+
+def guest(pattern: str, strategy: str) -> Row:
+    """A training script as it is (tests/distributed/guests.py)."""
+    with quick_to_start():
+        row = guests.guest(pattern, strategy)
+    return {"good": row["trained"] and row["error"] <= GUESTS[pattern], "distance": row["error"], **row}
 
 
 def exact(given: dict[str, Any], optimizer: str, mode: str) -> Row:

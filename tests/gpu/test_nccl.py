@@ -40,6 +40,7 @@ KINDS = {
     "checkpoint": 8,
     "fully sharded": 20,
     "split": 80,
+    "guest": 40,
     "refusal": 1,
     "batch norm": 1,
     "auto": 1,

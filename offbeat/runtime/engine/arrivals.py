@@ -6,9 +6,10 @@ complete after as many calls.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 
@@ -35,9 +36,10 @@ class Arrivals:
         self.outer = False
         """Whether the end of the outermost pass will be reported."""
         planned = engine.plan.program.carriers
-        observed = {} if engine.alone else engine.parameters
+        # Nothing is sent for those without elements.
+        observed = {} if engine.alone else {name: p for name, p in engine.parameters.items() if p.numel()}
         self.hooks = {
-            id(parameter): partial(self._arrived if name in planned else _refuse, name)
+            id(parameter): partial(weakly(self._arrived) if name in planned else _refuse, name)
             for name, parameter in observed.items()
         }
         self._handles: dict[int, Any] = {}
@@ -104,6 +106,19 @@ class Arrivals:
             # What an earlier pass did not reach is known from now on.
             self.expected.update({name: n for name, n in self.calls.items() if not self.expected[name]})
         self.engine.backward_ends()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook of a tensor, which must not keep its object alive: Python's garbage collector does not see
+    what a tensor's hooks refer to."""
+    kept = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        found = kept()
+        if found is not None:
+            found(*arguments)
+
+    return call
 
 
 def _refuse(name: str, _: torch.Tensor) -> None:

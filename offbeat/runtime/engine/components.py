@@ -123,7 +123,7 @@ class Portions:
                 }
                 self.scalars[parameter] = optimizer.state[part]
         if any(group["params"] for group in optimizer.param_groups):
-            self.optimizer.base_class.step(optimizer)
+            self.optimizer.take_step(optimizer)
 
     def end(self) -> None:
         """Every element has been updated: what a variable has one of, such as Adam's count of steps, moves on too."""

@@ -53,6 +53,8 @@ class Engine:
         """The model or the optimizer has changed, so that the plan no longer fits."""
         self.refrozen = False
         """Parameters were frozen or unfrozen: the plan fits only if the same ones train as when it was made."""
+        self.moved = False
+        """The training loop has given a parameter other memory."""
         self.steps = 0
         self.began: Moment = 0.0
         self.ready: list[Moment] = [0.0] * len(self.synchronisers)
@@ -213,7 +215,7 @@ class Engine:
         """Runs a step in which the user's optimizer calls backward itself, any number of times."""
         self.need_barrier("step() is given a closure")
         self.updates.settle_all()
-        result = self.training.optimizer_class.step(self.training.optimizer, closure)
+        result: torch.Tensor = self.training.take_step(self.training.optimizer, closure)
         self.gradients.phase = Phase.IDLE
         return result
 

@@ -12,7 +12,7 @@ from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
 from offbeat.runtime.lazy import raw_gradient
 from offbeat.runtime.sync import Synchroniser
-from offbeat.runtime.unit_optimizer import UnitOptimizer
+from offbeat.runtime.unit_optimizer import UnitOptimizer, scaling_of
 from offbeat.torch_private import version_of
 
 Apply = Callable[[UnitOptimizer, Synchroniser], None]
@@ -74,6 +74,7 @@ class Owners:
             unused=[names[each] for each in unused],
             values=changed,
             gradients=gradients if published else None,
+            scaling=scaling_of(self.training.optimizer),
         )
 
     def _apart(self) -> list[Synchroniser]:

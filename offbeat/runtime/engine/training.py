@@ -1,9 +1,10 @@
 """State shared by the parts of an engine, and reports of its work to observers."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer, group_of
 from offbeat.timeline import Kind
 from offbeat.timeline.clock import Clock, Moment, clock_of
 from offbeat.timeline.observer import Observer
+from offbeat.torch_private import unhooked_step
 
 
 class Reports:
@@ -62,11 +64,14 @@ class Training:
     optimizer_class: type[Optimizer]
     """The user's optimizer, without the additions of distribute()."""
     channels: Channels
+    take_step: Callable[..., Any] = field(init=False)
+    """That class's step(); hooks run around the one which distribute() puts in its place."""
     reports: Reports = field(init=False)
     synchronisers: list[Synchroniser] = field(init=False)
     """One per message."""
 
     def __post_init__(self) -> None:
+        self.take_step = unhooked_step(self.optimizer_class)
         self.reports = Reports(clock_of(next(iter(self.parameters.values())).device))
         self.synchronisers = [make_synchroniser(message, self) for message in self.plan.messages]
 

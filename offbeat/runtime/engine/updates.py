@@ -57,7 +57,7 @@ class Updates:
     def whole_step(self) -> None:
         """The user's optimizer takes one ordinary step with what `parameter.grad` holds."""
         with self.at_work():
-            self.training.optimizer_class.step(self.training.optimizer)
+            self.training.take_step(self.training.optimizer)
 
     def begin_step(self) -> None:
         """Owners update their messages and send them back; updates of every replica become pending."""
