@@ -135,11 +135,6 @@ def hold_device(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def clear_library_workspaces() -> None:
-    """Frees the workspaces that cuBLAS keeps; it allocates them again when it needs them."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 # Tracing
 
 

@@ -81,6 +81,8 @@ def test_measured_workspaces_count_while_their_operator_runs_on_a_gpu():
     assert estimate(known, Strategy(accumulation=2), cluster=gpu).workspace == 1000 + 10**9 // 2
     assert estimate(known) == estimate(bare)
     assert batch_share(known, 4).workspaces == Workspaces(1000, {at.name: 10**9 // 4})
+    with pytest.raises(OffbeatError, match="workspaces have at least 0 bytes, got -1"):
+        Workspaces(0, {at.name: -1})
     again = ModelGraph.from_json(known.to_json())
     assert again == known
     assert again.digest == bare.digest
