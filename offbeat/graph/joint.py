@@ -88,7 +88,9 @@ def joint_graph(step: Step) -> tuple[Graph, dict[str, str]]:
         stack.enter_context(_annotated_modules(step.model))
         stack.enter_context(standing_in(step.model, loose))
         stack.enter_context(patch.object(nn.functional, "dropout", _dropout))
-        stack.enter_context(_without_cudnn_rnn(step.model))
+        if any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
+            # cuDNN's RNNs do not say what they keep for backward, and under autocast read memory that fakes lack.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         for module in sparse_embeddings(step.model):
             module.sparse = False  # sparse gradients cannot be traced; `standing_in` sets it back
         joint = torch_private.aot_export_joint(stack, _Stateless(step, fakes, originals), fake_inputs)
@@ -106,18 +108,6 @@ def _cast_once(graph: Graph) -> None:
         if source.op == "placeholder" and (copy := first.setdefault((source, node.kwargs.get("dtype")), node)) != node:
             node.replace_all_uses_with(copy)
             graph.erase_node(node)
-
-
-@contextmanager
-def _without_cudnn_rnn(model: nn.Module) -> Iterator[None]:
-    """cuDNN's RNNs do not say what they keep for backward, and under autocast read memory that fakes do not have."""
-    enabled = torch.backends.cudnn.enabled
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = enabled
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -129,6 +129,11 @@ class Constant(_Sized):
     kind: Literal["buffer", "frozen"]
 
 
+def within(module: str, path: str) -> bool:
+    """Whether a module lies in, or is, the module at `path`."""
+    return module == path or module.startswith(f"{path}.")
+
+
 Way = Literal["eager", "compiled", "recomputed", "bf16", "compiled bf16"]
 """How a block is computed: plain, by torch.compile, with its forward repeated in backward, under autocast."""
 
@@ -177,7 +182,7 @@ class BlockTimes:
 
     def holds(self, module: str) -> bool:
         """Whether a module is, or lies in, one of the block's."""
-        return any(module == path or module.startswith(f"{path}.") for path in self.modules)
+        return any(within(module, path) for path in self.modules)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from itertools import groupby
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Operator
 from offbeat.graph.coarsen import Segment, segment_of, segments
-from offbeat.graph.model import BlockTimes, Way
+from offbeat.graph.model import BlockTimes, Way, within
 from offbeat.plan.model import Draft
 from offbeat.strategy import Strategy
 
@@ -145,11 +145,6 @@ def accumulate(draft: Draft) -> None:
 
 def _total(measured: list[float | None]) -> float | None:
     return None if None in measured else sum(seconds for seconds in measured if seconds is not None)
-
-
-def within(module: str, path: str) -> bool:
-    """Whether a module lies in, or is, the module at `path`."""
-    return module == path or module.startswith(f"{path}.")
 
 
 def _kept(draft: Draft, segment: Segment, dropped: dict[str, int], inputs: set[str]) -> Segment:

@@ -9,7 +9,7 @@ ranks that hold all parts. Every further micro-batch gathers and reduces anew.
 from dataclasses import replace
 from typing import NamedTuple
 
-from offbeat.graph.model import ITEM_BYTES
+from offbeat.graph.model import ITEM_BYTES, within
 from offbeat.plan.model import Draft, Message, Stage, Window
 from offbeat.strategy import FullyShard
 
@@ -85,8 +85,7 @@ def _spans(draft: Draft, fsdp: FullyShard) -> tuple[dict[tuple[str, int, bool], 
         for name in segment.operators:
             module = draft.graph.operator(name).module
             if module not in units_of:
-                around = (path for path in fsdp.wrapped if module == path or module.startswith(f"{path}."))
-                units_of[module] = tuple(around)
+                units_of[module] = tuple(path for path in fsdp.wrapped if within(module, path))
             touched.update(units_of[module])
         for unit in touched:
             key = unit, segment.microbatch, segment.phase == "backward"

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from offbeat.cluster import ClusterSpec
@@ -48,6 +49,7 @@ REPLICAS: tuple[Engine, ...] = ("replicated", "sharded", "fsdp")
 """Engines whose ranks compute a batch each, which is what a plan can say."""
 LIMIT_STEP = 0.88
 """A memory limit of `by_memory` as a share of what was needed under the one before."""
+_seconds, _peak = attrgetter("seconds"), attrgetter("peak_bytes")
 BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
 
 
@@ -165,21 +167,13 @@ def _chosen(problem: Problem, starts: Sequence[Candidate], memory_passes: Sequen
     return [*small, *_made_to_fit(problem, ends, memory_passes, needed=not small)]
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
-
-
-def _peak(candidate: Candidate) -> int:
-    return candidate.peak_bytes
-
-
 def _made_to_fit(
     problem: Problem, starts: Sequence[Candidate], memory_passes: Sequence[Pass], needed: bool
 ) -> list[Candidate]:
     """Memory passes alone, then on top of each other, until something fits: the fastest of that. Nothing, or if it is
     `needed` an error, where nothing ever does."""
     current = list(starts)
-    least = min(current, key=lambda candidate: candidate.peak_bytes)
+    least = min(current, key=_peak)
     while current:
         made = [
             problem.evaluate(strategy, each.name, start)
@@ -190,7 +184,7 @@ def _made_to_fit(
         if fitting := list(filter(problem.fits, made)):
             return [min(fitting, key=_seconds)]
         smaller = [candidate for candidate in made if candidate.peak_bytes < least.peak_bytes]
-        current = sorted(smaller, key=lambda candidate: candidate.peak_bytes)[:2]
+        current = sorted(smaller, key=_peak)[:2]
         least = current[0] if current else least
     if not needed:
         return []
@@ -260,7 +254,7 @@ def candidates(
         candidate = problem.evaluate(rescheduled(strategy, **changes), name)
         issuing = issue_seconds * len(candidate.plan.communication)
         found.append(replace(candidate, seconds=candidate.seconds + issuing))
-    return sorted(found, key=lambda candidate: candidate.seconds)
+    return sorted(found, key=_seconds)
 
 
 def recommend(

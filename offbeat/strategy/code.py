@@ -53,7 +53,7 @@ def torch_code(strategy: Strategy, device: str = "cuda") -> str:
 def _mapping(units: dict[str, bool | int]) -> str:
     """A dict's text, with members of a list that are treated alike in one comprehension."""
     texts = []
-    for (pattern, value), run in groupby(units.items(), key=lambda item: (_numbered(item[0]), item[1])):
+    for (pattern, value), run in groupby(units.items(), key=lambda item: (re.sub(r"\d+", "{i}", item[0]), item[1])):
         paths = [path for path, _ in run]
         numbers = [int(found[0]) for path in paths if (found := re.findall(r"\d+", path))]
         first = numbers[0] if numbers else 0
@@ -62,7 +62,3 @@ def _mapping(units: dict[str, bool | int]) -> str:
         else:
             texts += [f'"{path}": {value}' for path in paths]
     return "{" + ", ".join(texts) + "}"
-
-
-def _numbered(path: str) -> str:
-    return re.sub(r"\d+", "{i}", path)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 
 from offbeat import files
 from offbeat.errors import OffbeatError, StrategyError
+from offbeat.graph.model import within
 from offbeat.strategy.describe import describe
 from offbeat.units import quote
 
@@ -304,7 +305,7 @@ class FullyShard(_Frozen):
 
     def unit_of(self, name: str) -> str:
         """The unit that holds a variable, or the innermost one around a module."""
-        return next((path for path in self.wrapped if name == path or name.startswith(f"{path}.")), "")
+        return next((path for path in self.wrapped if within(name, path)), "")
 
 
 class Strategy(_Frozen):

@@ -6,6 +6,7 @@ from offbeat.cluster import ClusterSpec
 from offbeat.errors import StrategyError
 from offbeat.graph import ModelGraph, Variable
 from offbeat.graph.blocks import around
+from offbeat.graph.model import within
 from offbeat.strategy.model import SERVERS, FullyShard, Shard, Strategy, VariableConfig
 from offbeat.units import quote
 
@@ -83,7 +84,7 @@ def unit_problems(fsdp: FullyShard, graph: ModelGraph) -> Iterator[str]:
     for operator in graph.phase("forward"):
         for name in operator.variables:
             unit = fsdp.unit_of(name)
-            if unit and operator.module != unit and not operator.module.startswith(f"{unit}."):
+            if unit and not within(operator.module, unit):
                 where = repr(operator.module) if operator.module else "the model itself"
                 yield f"fsdp: unit {unit!r} holds {name!r}, which {where} reads; leave it to a unit around both"
 

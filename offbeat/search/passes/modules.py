@@ -23,8 +23,8 @@ from dataclasses import replace
 import numpy as np
 
 from offbeat.graph.blocks import blocks
+from offbeat.graph.model import within
 from offbeat.plan import Plan, Segment
-from offbeat.plan.compute import within
 from offbeat.search.arrange import arranged, arrangement_of
 from offbeat.search.passes.problem import AMP, Candidate, Problem, register_pass
 from offbeat.simulate.fast.arrays import arrays_of
