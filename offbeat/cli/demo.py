@@ -14,7 +14,6 @@ from typer import Option
 
 from offbeat import units
 from offbeat.cli.app import MODEL, Json, app
-from offbeat.cli.planning import count_parameters
 from offbeat.cli.show import print_facts, print_json, print_rows, progress, say, stdout_to_stderr
 from offbeat.errors import OffbeatError
 
@@ -66,9 +65,8 @@ def _measure(
     """Trains every variant of the model in the same processes, in alternating rounds."""
     from offbeat.emulate import Emulation
 
-    # Rejects a model that cannot be built before any process starts.
     options = OPTIONS.get(model, {})
-    parameter_bytes = count_parameters(model, scale, batch, **options)["parameter_bytes"]
+    size = parameter_bytes(model, scale, batch, options)
     with Emulation(HOSTS, bandwidth) as emulation:
         ranks = emulation.run_function(
             "offbeat.cli.demo_job:train", model, scale, batch, options, steps, rounds, timeout=timeout
@@ -91,7 +89,7 @@ def _measure(
         "largest_loss_difference": difference,
         "losses_agree": agree,
         "model": f"{model} at scale {scale:g}, batch {batch} on each host",
-        "parameter_bytes": parameter_bytes,
+        "parameter_bytes": size,
         "mode": ranks[0]["mode"],
         "hosts": HOSTS,
         "emulation": kind,
@@ -99,6 +97,17 @@ def _measure(
         "steps": f"{rounds} x {steps} timed steps of each job, alternating, after {ranks[0]['settling_steps']} steps "
         f"in which Offbeat chose its plan",
     }
+
+
+def parameter_bytes(model: str, scale: float, batch: int, options: dict[str, Any]) -> int:
+    """The size of a zoo model, which is not allocated; refuses one that cannot be built before any process starts."""
+    import torch
+
+    from offbeat import zoo
+
+    with torch.device("meta"):
+        built, _ = zoo.build(model, scale, batch, **options)
+    return sum(parameter.nbytes for parameter in built.parameters())
 
 
 def _round_medians(ranks: list[dict[str, Any]], job: str) -> list[float]:
@@ -161,8 +170,7 @@ def tour(
     from offbeat.emulate import Emulation
 
     options = OPTIONS.get(model, {})
-    # Rejects a model that cannot be built before any process starts.
-    count_parameters(model, scale, batch, **options)
+    parameter_bytes(model, scale, batch, options)
     trace, page, file = folder / "trace", folder / "report.html", folder / "strategy.json"
     clear_folder(trace)
     job = (model, scale, batch, options, steps)

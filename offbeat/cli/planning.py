@@ -187,24 +187,6 @@ def load_cluster(text: str) -> "ClusterSpec":
     return ClusterSpec.preset(text)
 
 
-def count_parameters(name: str, scale: float, batch: int | None = None, **options: Any) -> dict[str, Any]:
-    """The size of a zoo model, which is not allocated."""
-    import torch
-
-    from offbeat import zoo
-
-    with torch.device("meta"):
-        model, example_inputs = zoo.build(name, scale, batch, **options)
-    parameters = list(model.parameters())
-    return {
-        "model": name,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "variables": sum(parameter.requires_grad for parameter in parameters),
-        "parameter_bytes": sum(parameter.numel() * parameter.itemsize for parameter in parameters),
-        "batch": example_inputs[0].shape[0],
-    }
-
-
 def _summary(spec: "ClusterSpec") -> dict[str, Any]:
     kinds = Counter(node.device for node in spec.nodes for _ in range(node.devices))
     rates = sorted({node.bandwidth for node in spec.nodes})
