@@ -7,9 +7,8 @@ source's memory. Recomputed modules run again before their backward, and micro-b
 
 What does not come and go with operators is added beside: weights, the optimizer's slots (on the ranks that apply the
 update), the batch, and the buffers of Offbeat's runtime. Gradients are allocated as backward makes them; Offbeat's
-runtime copies them into flat buffers that persist, torch's own loop keeps them until `zero_grad()`. On GPUs libraries
-take workspaces: those that were measured (`ModelGraph.workspaces`) count while their operator runs; otherwise cuBLAS's
-is taken to have its default size, and those of convolutions are not known.
+runtime copies them into flat buffers that persist, torch's own loop keeps them until `zero_grad()`. On GPUs cuBLAS is
+taken to have a workspace of its default size; those of convolutions are not known.
 
 With `fully_shard`, what persists is a rank's own parts. Each unit's variables come and go beside them (`_add_units`):
 the flat buffer they are gathered into, from when that is issued; they themselves, until they are freed; and the flat
@@ -105,8 +104,6 @@ def _standing(plan: Plan, rank: int, runtime: Runtime) -> tuple[Bytes, Bytes]:
     graph, device = plan.graph, plan.cluster.device_of(rank).device
     hopper = any(name in device.upper() for name in HOPPER)
     library = HOPPER_WORKSPACE_BYTES if hopper else BLAS_WORKSPACE_BYTES
-    if graph.workspaces is not None:
-        library = graph.workspaces.kept
     held = Counter(
         weights=sum(v.bytes for v in graph.variables) + sum(c.bytes for c in graph.constants),
         inputs=sum(tensor.bytes for tensor in graph.inputs),
@@ -267,11 +264,6 @@ def _replay(plan: Plan, runtime: Runtime) -> tuple[list[str], dict[str, NDArray[
         if result.kept_until > result.read_whole:
             kept = passed_on if result.operator.phase == "backward" else result.operator.activation_bytes // share
             _hold(activations, result.read_whole + 1, result.kept_until, kept)
-    if plan.graph.workspaces is not None and plan.cluster.device_of(plan.replicas[0]).device != "cpu":
-        passing = plan.graph.workspaces.share(count).passing
-        changes["workspace"] = np.zeros(2 * length + 2, np.int64)
-        for position, (operator, _) in enumerate(order):
-            _hold(changes["workspace"], position, position, passing.get(operator.name, 0))
     if plan.strategy.fsdp is not None:
         changes |= {kind: np.zeros(2 * length + 2, np.int64) for kind in ("weights", "communication")}
         _add_units(changes, plan)

@@ -186,24 +186,6 @@ class BlockTimes:
 
 
 @dataclass(frozen=True)
-class Workspaces:
-    """Memory that libraries such as cuDNN allocate beside the results of operators, measured on one device."""
-
-    kept: int
-    """Bytes that stay allocated, from the first matrix product on."""
-    passing: Mapping[str, int]
-    """Bytes allocated while an operator runs, by its name."""
-
-    def __post_init__(self) -> None:
-        if (least := min((self.kept, *self.passing.values()))) < 0:
-            raise OffbeatError(f"workspaces have at least 0 bytes, got {least}")
-
-    def share(self, parts: int) -> "Workspaces":
-        """The workspaces for one of `parts` equal parts of the batch."""
-        return replace(self, passing={name: size // parts for name, size in self.passing.items()})
-
-
-@dataclass(frozen=True)
 class ModelGraph:
     """The captured operators and variables of one training step."""
 
@@ -222,8 +204,6 @@ class ModelGraph:
     of one pass; only the last pass synchronises, and one update follows it."""
     blocks: tuple[BlockTimes, ...] = ()
     """Measured times of the model's blocks when computed differently."""
-    workspaces: Workspaces | None = None
-    """None if not measured."""
     format: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -328,7 +308,6 @@ class ModelGraph:
         content = asdict(self)
         content.pop("name")
         content.pop("blocks")
-        content.pop("workspaces")
         if self.passes == 1:
             # Trials kept from before the field existed are found by their digest.
             content.pop("passes")

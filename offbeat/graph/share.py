@@ -42,7 +42,6 @@ def batch_share(graph: ModelGraph, parts: int) -> ModelGraph:
         variables=variables,
         inputs=inputs,
         blocks=tuple(block.share(parts) for block in graph.blocks),
-        workspaces=graph.workspaces and graph.workspaces.share(parts),
     )
 
 

@@ -14,11 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.memory import HOPPER_WORKSPACE_BYTES, MemoryEstimate, gradient_bytes, peak_memory
+from offbeat.cost.memory import MemoryEstimate, gradient_bytes, peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.graph.capture import capture
-from offbeat.graph.model import ModelGraph, Workspaces
-from offbeat.graph.share import batch_share
 from offbeat.plan import lower
 from offbeat.runtime.fsdp import apply_units
 from offbeat.runtime.memory import apply_memory_strategy
@@ -62,30 +60,6 @@ def test_a_small_network_by_hand():
     assert 3 * hidden <= found.activations <= 3 * hidden + SCALARS
     parts = [getattr(found, name) for name in MemoryEstimate.__dataclass_fields__ if name != "peak_at"]
     assert found.total == sum(parts)
-
-
-def test_measured_workspaces_count_while_their_operator_runs_on_a_gpu():
-    gpu = ClusterSpec.homogeneous(nodes=1, device="H200")
-    bare = mlp()
-    at = next(op for op in bare.phase("backward") if op.kind == "matmul")
-    unknown, known = (
-        replace(bare, workspaces=spaces) for spaces in (None, Workspaces(kept=1000, passing={at.name: 10**9}))
-    )
-    found = estimate(known, cluster=gpu)
-    assert found.peak_at == at.name
-    assert found.workspace == 1000 + 10**9
-    # Another operator's peak is larger than that of a small workspace.
-    small = replace(bare, workspaces=Workspaces(kept=1000, passing={at.name: 8}))
-    assert estimate(small, cluster=gpu).total - 1000 == estimate(unknown, cluster=gpu).total - HOPPER_WORKSPACE_BYTES
-    # Half of the batch at a time needs half of it; processors need none.
-    assert estimate(known, Strategy(accumulation=2), cluster=gpu).workspace == 1000 + 10**9 // 2
-    assert estimate(known) == estimate(bare)
-    assert batch_share(known, 4).workspaces == Workspaces(1000, {at.name: 10**9 // 4})
-    with pytest.raises(OffbeatError, match="workspaces have at least 0 bytes, got -1"):
-        Workspaces(0, {at.name: -1})
-    again = ModelGraph.from_json(known.to_json())
-    assert again == known
-    assert again.digest == bare.digest
 
 
 def test_the_flat_buffers_of_the_runtime_persist():
