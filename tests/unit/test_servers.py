@@ -18,6 +18,7 @@ from offbeat.cost.memory import peak_memory
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.plan import lower
 from offbeat.plan.messages import root_shares
+from offbeat.runtime.comm.channels import Commands
 from offbeat.runtime.distribute import serve
 from offbeat.search.auto.neighbours import vary
 from offbeat.search.auto.sampler import Sampler, Space
@@ -211,6 +212,31 @@ def test_relaxed_servers_without_replicas_train(field: dict[str, Any], staged: b
         return distance(model, before)
 
     assert min(run_job("mlp", "sgd", strategy, body, staged=staged)[:WORKERS]) > 1e-6
+
+
+def test_servers_are_told_only_values_that_the_loop_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a variable is spread over several servers, whose parts arrive one after another."""
+    graph = graph_of("mlp", torch.float64, "sgd")
+    strategy = build_strategy("partitioned_ps", graph, CLUSTER, threshold=64)
+    told: list[set[str]] = []
+    tell = Commands.tell
+
+    def noted(self: Commands, command: str, **facts: Any) -> None:
+        if command == "step":
+            told.append(set(facts["values"]))
+        tell(self, command, **facts)
+
+    monkeypatch.setattr(Commands, "tell", noted)
+    spread = next(name for name, config in strategy.variables.items() if len(config.shards) > 1)
+
+    def body(world: MemoryWorld, model: Any, optimizer: Any) -> None:
+        train(model, optimizer, "mlp", world.rank, range(3))
+        with torch.no_grad():
+            model.get_parameter(spread).mul_(0.5)
+        train(model, optimizer, "mlp", world.rank, range(3, 5))
+
+    run_job("mlp", "sgd", strategy, body)
+    assert told == [set(), set(), set(), {spread}, set()]
 
 
 def test_replay_prices_servers_by_their_own_links() -> None:
