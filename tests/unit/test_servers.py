@@ -1,6 +1,7 @@
 """Ranks that hold no replica serve parameters: training equals one process, and replay knows them."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -328,6 +329,17 @@ def test_sums_come_back_before_the_step_is_taken() -> None:
         seconds[builder] = simulate(plan, costs).iteration_time
         assert simulate(plan, costs, expand=True).iteration_time == pytest.approx(seconds[builder], rel=0.15)
     assert seconds["overlap"] > 1.4 * seconds["fast_servers"]
+
+
+def test_what_forward_needs_first_shares_its_message_with_little_else() -> None:
+    """An embedding's gradient is complete last and needed first: forward waits for all that travels with it."""
+    graph = zoo.capture("bert_base", scale=0.25, batch=1)
+    strategy = build_strategy("fast_servers", graph, CLUSTER, relayed="128KiB")
+    for message in lower(graph, CLUSTER, strategy).messages:
+        modules = Counter[str]()
+        for piece in message.pieces:
+            modules[piece.variable.rpartition(".")[0]] += 4 * piece.elements
+        assert sum(sorted(modules.values())[:-1]) < 2**17, message.variables
 
 
 def test_the_search_finds_servers_and_its_strategy_moves_to_other_clusters() -> None:
