@@ -117,7 +117,7 @@ def test_asynchronous_servers_messages_are_recorded_and_replayed_one_by_one(tmp_
         fast, slow = (taken[f"send {worker}>{server}"] for server in (2, 3))
         assert max(slow) > late > sorted(fast)[len(fast) // 2]
     slower, _ = what_if(profile, ["bandwidth=0.5x", "latency=2x"])
-    assert slower.iteration_time > 1.5 * predicted.iteration_time
+    assert slower.iteration_time > 1.25 * predicted.iteration_time
     with pytest.raises(OffbeatError, match=r"messages from rank to rank.*; add strategy=BUILDER"):
         what_if(profile, ["workers=4"])
 
