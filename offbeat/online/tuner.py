@@ -24,6 +24,7 @@ from offbeat.errors import OffbeatError
 from offbeat.graph import ModelGraph
 from offbeat.online.agreement import Agreement
 from offbeat.online.searcher import DDP, Searcher, SearchFailed
+from offbeat.online.steps import Steps
 from offbeat.online.verdict import NEEDED, Verdict
 from offbeat.plan import Plan, lower
 from offbeat.profile.blocks import time_encoders
@@ -33,7 +34,6 @@ from offbeat.runtime.handle import Decision, tell
 from offbeat.runtime.retime import link_fit
 from offbeat.strategy import Strategy
 from offbeat.timeline import Timeline
-from offbeat.timeline.clock import Moment
 
 WARM_UP_STEPS = 6
 """The engine rebuilds its order after step 4."""
@@ -112,12 +112,9 @@ class Tuner:
         """The present plan has come out of a race."""
         self.drifted = False
         """Step times have changed, so the link may have changed too."""
+        self.steps = Steps(runtime.engine.reports.clock)
         self.phases = self._run()
         next(self.phases)
-        self.clock = runtime.engine.reports.clock
-        self.begun = self.clock.now()
-        self.step: tuple[Moment, Moment] = self.begun, self.begun
-        """The last step: its beginning and its end."""
         # A compiled training loop must not compile this.
         runtime.step_hooks.append(torch.compiler.disable(self.after_step))
         runtime.refit_hooks.append(self._start_over)
@@ -136,17 +133,16 @@ class Tuner:
 
     def after_step(self) -> None:
         """The end of a step: the only moment at which anything changes."""
-        self.step = self.begun, self.clock.now()
+        self.steps.ended()
         next(self.phases)
-        # What the tuner itself took is not the next step's.
-        self.begun = self.clock.now()
+        self.steps.resumed()
 
     # The phases; each `yield` is one step of training
 
     def _run(self) -> Generator[None, None, None]:
         self.runtime.settled = False
-        yield from self._steps(WARM_UP_STEPS + 1 - UNRECORDED_STEPS)
-        self.usual = median((yield from self._timed(UNRECORDED_STEPS)))
+        yield from self.steps.pass_by(WARM_UP_STEPS + 1 - UNRECORDED_STEPS)
+        self.usual = median((yield from self.steps.timed(UNRECORDED_STEPS)))
         while True:
             yield from self._improve()
             self.runtime.settled = True
@@ -298,7 +294,7 @@ class Tuner:
         spent = 0
         for each in others:
             self._run_with(each)
-            spent += yield from self._steps(0 if each.settled else SETTLING_STEPS)
+            spent += yield from self.steps.pass_by(0 if each.settled else SETTLING_STEPS)
             if len(others) > 1:
                 yield from self._time(each)
         again = (present, *others, present) if len(others) > 1 else ()
@@ -347,25 +343,8 @@ class Tuner:
 
     def _block(self) -> Generator[None, None, float]:
         """Median seconds of several steps."""
-        yield from self._steps(1)
-        return median((yield from self._timed(BLOCK_STEPS)))
-
-    def _timed(self, count: int) -> Generator[None, None, list[float]]:
-        """Trains for some steps and returns the seconds of each."""
-        steps = []
-        for _ in range(count):
-            yield
-            steps.append(self.step)
-        return self._seconds(steps)
-
-    def _seconds(self, steps: list[tuple[Moment, Moment]]) -> list[float]:
-        self.clock.wait(steps[-1][1])
-        return [self.clock.seconds(end) - self.clock.seconds(begin) for begin, end in steps]
-
-    def _steps(self, count: int) -> Generator[None, None, int]:
-        for _ in range(count):
-            yield
-        return count
+        yield from self.steps.pass_by(1)
+        return median((yield from self.steps.timed(BLOCK_STEPS)))
 
     def _tell(self, what: str, **figures: Any) -> None:
         tell(self.runtime, Decision(self.runtime.steps, what, **figures))
@@ -378,9 +357,9 @@ class Tuner:
             for _ in range(RECORDED_STEPS + 1):
                 yield
                 recorder.step()
-                steps.append(self.step)
+                steps.append(self.steps.last)
         # Recording takes a little time too, which a plan on trial must not win by.
-        self.usual = min(self.usual, median(self._seconds(steps[1:])))
+        self.usual = min(self.usual, median(self.steps.seconds(steps[1:])))
         if not self.ranks.agree(any(line.get("forward") for line in recorder.lines)):
             return None
         traces = self.ranks.gather(recorder.lines)
@@ -404,7 +383,7 @@ class Tuner:
         """Returns when step times have changed permanently."""
         off = 0
         while off < 2:
-            now = median((yield from self._timed(WATCHED_STEPS)))
+            now = median((yield from self.steps.timed(WATCHED_STEPS)))
             off = off + 1 if self.ranks.agree(abs(now / self.usual - 1) > DRIFT) else 0
         self._tell(f"searches again: steps take {now * 1e3:.1f} ms instead of {self.usual * 1e3:.1f}")
         self.usual = now
@@ -422,16 +401,16 @@ class Tuner:
             "link": self.runtime.link,
             "world": self.world.size,
             "graph": self.graph.to_json().decode(),
-            "barrier": self._must_wait(),
+            "barrier": _must_wait(self.runtime),
             "allow": list(self.allow),
             "encoding": self.encoding,
         }
 
-    def _must_wait(self) -> bool:
-        """Whether no plan can run deferred here, because of the loop or of the current plan."""
-        engine = self.runtime.engine
-        asked = self.runtime.plan.strategy.schedule.mode == "barrier"
-        return engine.bound_by_loop or (engine.wanted_mode == "barrier" and not asked)
+
+def _must_wait(runtime: Runtime) -> bool:
+    """Whether no plan can run deferred here, because of the loop or of the current plan."""
+    asked = runtime.plan.strategy.schedule.mode == "barrier"
+    return runtime.engine.bound_by_loop or (runtime.engine.wanted_mode == "barrier" and not asked)
 
 
 def contenders(found: dict[str, Any], usual: float, way: Runner | None) -> list[dict[str, Any]]:

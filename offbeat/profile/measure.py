@@ -39,7 +39,7 @@ from offbeat.profile.compute import (
 )
 from offbeat.profile.lines import RankTrace, Step, read_rank
 from offbeat.profile.plans import RecordedPlan, of_all_ranks
-from offbeat.profile.traces import align, read_traces, to_timeline
+from offbeat.profile.traces import FIRST_TRANSACTION, align, read_traces, to_timeline
 from offbeat.runtime.comm import known_costs
 from offbeat.simulate.predict import simulate
 from offbeat.strategy import Schedule, Shard, Strategy, VariableConfig
@@ -81,6 +81,11 @@ class Profile:
         if self.recorded is None or self.recorded.strategy != self.strategy:
             return plan
         return self.recorded.applied_to(plan)
+
+    @property
+    def messages_recorded(self) -> bool:
+        """Whether messages from rank to rank were recorded, such as those of asynchronous servers."""
+        return bool((self.timeline.task >= FIRST_TRANSACTION).any())
 
     @property
     def step_seconds(self) -> float:

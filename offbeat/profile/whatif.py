@@ -2,7 +2,8 @@
 
 Where the plan of the job is known (Offbeat's jobs and DDP's), the changed plan is simulated with what was measured. Of
 other jobs only the trace is known: it is replayed on other links and devices (`offbeat.profile.replay_trace`), and what
-asks for another plan needs a `strategy`.
+asks for another plan needs a `strategy`. So is a trace with messages from rank to rank, which no plan foresees: an
+asynchronous server answers when it comes to it.
 
 More or fewer workers change what a collective costs as a ring would: the bytes that a participant sends for each byte
 it puts in (`sent_per_byte`, 2(w−1)/w for all-reduce) and the messages that follow each other (`latency_steps`).
@@ -118,6 +119,8 @@ def what_if(profile: Profile | Timeline, changes: Iterable[Change | str]) -> tup
         why = f"the plan of a job of kind {profile.job!r} is unknown"
         if profile.synchronisations > 1:
             why = f"the job synchronises {profile.synchronisations} times a step, which no plan does"
+        elif profile.messages_recorded:
+            why = "the recording has messages from rank to rank, which are replayed as they were sent"
         return _replayed(profile.timeline, parsed, f"{why}; add strategy=BUILDER"), words
     plan, costs = changed(profile, parsed)
     return with_tensor_names(simulate(plan, costs, memory=False), plan), words
@@ -162,8 +165,8 @@ def kind_of(changes: Iterable[Change]) -> OutcomeKind:
 
 
 def plan_known(profile: Profile) -> bool:
-    """Whether the job's own plan can be simulated: it is Offbeat's or DDP's, or there is nothing to send."""
-    planned = profile.job in PLANNED_JOBS and profile.synchronisations == 1
+    """Whether the job's own plan tells all that it did: it is Offbeat's or DDP's, or there is nothing to send."""
+    planned = profile.job in PLANNED_JOBS and profile.synchronisations == 1 and not profile.messages_recorded
     return planned or profile.cluster.world_size == 1
 
 

@@ -139,6 +139,8 @@ class Server:
     def _apply(self, optimizer: UnitOptimizer, synchroniser: Synchroniser) -> None:
         optimizer.take_gradients(synchroniser.unit_gradients(), self.unused)
         optimizer.step()
+        # Parts of a variable lie outside it, and the next update begins with what the variable holds.
+        synchroniser.unpack_values()
 
     def _apply_stale(self, stale: StaleAllReduce) -> None:
         with explain(self.training.plan, stale):

@@ -7,6 +7,7 @@ distribute() does not return. Models are put on a GPU where there is one; server
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from reference import flat_parameters, reference_run
 import offbeat
 from offbeat.launch import SERVERS_VARIABLE
 from offbeat.profile import calibrate
+from offbeat.runtime.comm.torch_channel import TorchChannel
 from offbeat.strategy import Shard, Strategy, VariableConfig
 
 WORKERS, STEPS = 2, 8
@@ -58,6 +60,28 @@ def relaxed(**field: Any) -> dict[str, Any]:
     return {"moved": moved}
 
 
+def slowed(late: float) -> dict[str, Any]:
+    """Trains until the recorder ends it, with a half of a variable on each of two asynchronous servers. What comes to
+    the second one comes so many seconds late."""
+    if os.environ["RANK"] == "3":
+        receive = TorchChannel.recv
+
+        def late_receive(*arguments: Any) -> None:
+            time.sleep(late)
+            receive(*arguments)
+
+        TorchChannel.recv = late_receive  # type: ignore[method-assign]
+    model = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    owned = (Shard(synchronizer="parameter_server", placement=(rank,), asynchronous=True) for rank in (2, 3))
+    strategy = Strategy(variables={"weight": VariableConfig(partition=(2, 1), shards=tuple(owned))})
+    offbeat.distribute(model, optimizer, strategy, cluster=CLUSTER)
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(8, 64)).mean().backward()
+        optimizer.step()
+
+
 def forever(builder: str) -> dict[str, Any]:
     """Trains until somebody ends it; tells of every step."""
     model = small_models.make("mlp").to(DEVICE)
@@ -88,5 +112,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     case = json.loads(sys.argv[1])
     folder = Path(case.pop("folder", "."))
-    found = {"exact": exact, "relaxed": relaxed, "forever": forever}[case.pop("what")](**case)
+    found = {"exact": exact, "relaxed": relaxed, "slowed": slowed, "forever": forever}[case.pop("what")](**case)
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -76,7 +76,7 @@ def test_auto_encodes_gradients_with_leave_and_only_then(pools: Pools) -> None:
     for answer in answers:
         assert "bf16" in answer["encoders"], answer["said"]
         # Rounded gradients are close, and not the same.
-        assert 1e-5 < answer["error"] < 5e-2
+        assert 1e-5 < answer["error"] < 1e-1
     # The search was told what encoding takes on this device.
     assert all(0 < seconds["bf16"] < 1e-6 for seconds in answers[0]["measured"])
     assert answers[0]["measured"]

@@ -99,6 +99,29 @@ def test_a_job_with_servers_is_recorded_and_replayed(
     assert said.exit_code == 0, said.output
 
 
+def test_asynchronous_servers_messages_are_recorded_and_replayed_one_by_one(tmp_path: Path) -> None:
+    """What goes to one of two servers takes longer. The plan alone knows this only as time between steps."""
+    late = 0.03
+    case = json.dumps({"what": "slowed", "late": late})
+    arguments = [str(tmp_path / "trace"), "8", "4", "0", "1", str(SCRIPT), case]
+    ranks = start_ranks(RANKS, *arguments, directory=tmp_path, script=Path(attach.__file__), pipes=False)
+    assert ended(ranks) == 0, [path.read_text()[-2000:] for path in tmp_path.glob("rank*.log")]
+    profile = load_profile(tmp_path / "trace")
+    assert profile.job == "offbeat"
+    # A header and a gradient are late, in this step or while the other worker is served.
+    assert profile.step_seconds > late
+    predicted, _ = what_if(profile, ())
+    assert predicted.iteration_time == pytest.approx(profile.step_seconds, rel=0.1)
+    taken = {name: [span.end - span.start for span in predicted.spans if span.name == name] for name in predicted.names}
+    for worker in range(WORKERS):
+        fast, slow = (taken[f"send {worker}>{server}"] for server in (2, 3))
+        assert max(slow) > late > sorted(fast)[len(fast) // 2]
+    slower, _ = what_if(profile, ["bandwidth=0.5x", "latency=2x"])
+    assert slower.iteration_time > 1.25 * predicted.iteration_time
+    with pytest.raises(OffbeatError, match=r"messages from rank to rank.*; add strategy=BUILDER"):
+        what_if(profile, ["workers=4"])
+
+
 def ended(ranks: list[Forked]) -> int:
     """The worst exit code of ranks, which must all end by themselves."""
     deadline = time.monotonic() + SECONDS

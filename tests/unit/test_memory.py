@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offbeat.cluster import ClusterSpec
-from offbeat.cost.memory import MemoryEstimate, gradient_bytes, peak_memory
+from offbeat.cost.memory import HOPPER_WORKSPACE_BYTES, MemoryEstimate, gradient_bytes, peak_memory
 from offbeat.errors import OffbeatError
 from offbeat.graph.capture import capture
 from offbeat.plan import lower

@@ -1,6 +1,7 @@
 """Ranks that hold no replica serve parameters: training equals one process, and replay knows them."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from offbeat.cost.memory import peak_memory
 from offbeat.errors import OffbeatError, StrategyError
 from offbeat.plan import lower
 from offbeat.plan.messages import root_shares
+from offbeat.runtime.comm.channels import Commands
 from offbeat.runtime.distribute import serve
 from offbeat.search.auto.neighbours import vary
 from offbeat.search.auto.sampler import Sampler, Space
@@ -213,6 +215,31 @@ def test_relaxed_servers_without_replicas_train(field: dict[str, Any], staged: b
     assert min(run_job("mlp", "sgd", strategy, body, staged=staged)[:WORKERS]) > 1e-6
 
 
+def test_servers_are_told_only_values_that_the_loop_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a variable is spread over several servers, whose parts arrive one after another."""
+    graph = graph_of("mlp", torch.float64, "sgd")
+    strategy = build_strategy("partitioned_ps", graph, CLUSTER, threshold=64)
+    told: list[set[str]] = []
+    tell = Commands.tell
+
+    def noted(self: Commands, command: str, **facts: Any) -> None:
+        if command == "step":
+            told.append(set(facts["values"]))
+        tell(self, command, **facts)
+
+    monkeypatch.setattr(Commands, "tell", noted)
+    spread = next(name for name, config in strategy.variables.items() if len(config.shards) > 1)
+
+    def body(world: MemoryWorld, model: Any, optimizer: Any) -> None:
+        train(model, optimizer, "mlp", world.rank, range(3))
+        with torch.no_grad():
+            model.get_parameter(spread).mul_(0.5)
+        train(model, optimizer, "mlp", world.rank, range(3, 5))
+
+    run_job("mlp", "sgd", strategy, body)
+    assert told == [set(), set(), set(), {spread}, set()]
+
+
 def test_replay_prices_servers_by_their_own_links() -> None:
     graph = graph_of("mlp", torch.float32, "sgd")
     seconds = []
@@ -302,6 +329,17 @@ def test_sums_come_back_before_the_step_is_taken() -> None:
         seconds[builder] = simulate(plan, costs).iteration_time
         assert simulate(plan, costs, expand=True).iteration_time == pytest.approx(seconds[builder], rel=0.15)
     assert seconds["overlap"] > 1.4 * seconds["fast_servers"]
+
+
+def test_what_forward_needs_first_shares_its_message_with_little_else() -> None:
+    """An embedding's gradient is complete last and needed first: forward waits for all that travels with it."""
+    graph = zoo.capture("bert_base", scale=0.25, batch=1)
+    strategy = build_strategy("fast_servers", graph, CLUSTER, relayed="128KiB")
+    for message in lower(graph, CLUSTER, strategy).messages:
+        modules = Counter[str]()
+        for piece in message.pieces:
+            modules[piece.variable.rpartition(".")[0]] += 4 * piece.elements
+        assert sum(sorted(modules.values())[:-1]) < 2**17, message.variables
 
 
 def test_the_search_finds_servers_and_its_strategy_moves_to_other_clusters() -> None:

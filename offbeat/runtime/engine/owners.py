@@ -4,7 +4,7 @@ Further reductions, the owners' updates, and the parameters' way back. Where the
 `step()`, the reductions run then and owners send the averages to everybody.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from offbeat.plan import Task
@@ -40,10 +40,10 @@ class Owners:
         for synchroniser in training.synchronisers:
             if not synchroniser.replicated:
                 synchroniser.hold_values(aliased)
-                self.received(synchroniser)
                 optimizer = training.optimizer_of(synchroniser.units())
                 if optimizer is not None:
                     self.optimizers[synchroniser.message.index] = optimizer
+        self.received(each for each in training.synchronisers if not each.replicated)
 
     def tell(self, command: str, **facts: Any) -> None:
         """Tells servers without a replica to do their part of what follows."""
@@ -83,10 +83,13 @@ class Owners:
         owned = (each for each in self.training.synchronisers if each.message.owner is not None)
         return [each for each in owned if each.message.owner not in replicas]
 
-    def received(self, synchroniser: Synchroniser) -> None:
-        """Records the returned parameters of a message, to detect changes by the training loop."""
+    def received(self, synchronisers: Iterable[Synchroniser]) -> None:
+        """Records the parameters of these messages, all of which have returned, to detect changes by the training loop.
+
+        Messages with parts of one variable must be given together: each changes the version of the whole."""
         if self.commands is not None:
-            self.versions[synchroniser.message.index] = [version_of(p) for p in synchroniser.parameters]
+            for each in synchronisers:
+                self.versions[each.message.index] = [version_of(p) for p in each.parameters]
 
     def prepare(self) -> None:
         """Runs the rounds that updates need, in one order on all ranks and before any rank waits for an owner."""

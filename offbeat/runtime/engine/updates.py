@@ -151,11 +151,11 @@ class Updates:
                 if not synchroniser.replicated:
                     with explain(self.training.plan, synchroniser):
                         synchroniser.receive()
-                    self.owners.received(synchroniser)
         if component.optimizer is not None:
             with self.reports.local("update", component.messages):
                 component.optimizer.find_pieces()
                 self.apply(component.optimizer, *(each for each in component.synchronisers if each.replicated))
+        self.owners.received(component.synchronisers)
 
     # Stale messages
 
@@ -165,7 +165,6 @@ class Updates:
                 synchroniser.arrive()
                 self.owners.run_stale(synchroniser.message.index, self.apply)
                 synchroniser.receive()
-            self.owners.received(synchroniser)
         for parameter in component.parameters:
             component.hidden.add(id(parameter))
             set_gradient(parameter, None)
@@ -174,6 +173,7 @@ class Updates:
         if component.optimizer is not None:
             component.optimizer.find_pieces()
             self.apply(component.optimizer)
+        self.owners.received(component.stale)
 
     def drain(self) -> None:
         """Applies everything, stale messages too, so that all replicas are equal; every rank must call it."""

@@ -143,6 +143,9 @@ class Synchroniser:
     def pack_values(self) -> None:
         """Takes the parameters' current values, which the training loop may have changed."""
 
+    def unpack_values(self) -> None:
+        """Gives the parameters the values that have been updated or received."""
+
     def units(self) -> list[Unit]:
         """The units that this rank updates on behalf of all."""
         return []
@@ -246,7 +249,6 @@ class OwnedSynchroniser(Synchroniser):
 
     @torch.no_grad()
     def unpack_values(self) -> None:
-        """Gives the parameters the values in the buffer."""
         for part, view in self._apart():
             part.copy_(view)
 

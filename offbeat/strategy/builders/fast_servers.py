@@ -27,12 +27,16 @@ def build(
     If the cluster has servers without a replica, they and the workers with fast links sum all gradients in slices of
     at most `relayed` bytes, each as many as its link allows, and every replica applies the update. The sum of a slice
     can return while other gradients are still being computed; new parameters cannot. A slice is small because it
-    crosses two links one after the other, and its sum leaves only when the slowest rank has sent all of it.
+    crosses two links one after the other, and its sum leaves only when the slowest rank has sent all of it. A message
+    is no larger than a slice unless one module is: what the next forward needs first, such as an embedding, is complete
+    last, and whatever shares its message keeps forward waiting.
     """
     limit, most = bytes_option("threshold", threshold), bytes_option("shard", shard, minimum=1024)
     least = bytes_option("relayed", relayed, minimum=1024)
-    slice_bytes = least if cluster.servers else most
-    base = overlap.build(graph, cluster, bucket=bucket, slice_bytes=slice_bytes, in_flight=in_flight)
+    full = bytes_option("bucket", bucket)
+    if cluster.servers:
+        full, most = min(full, least), least
+    base = overlap.build(graph, cluster, bucket=full, slice_bytes=most, in_flight=in_flight)
     if cluster.servers:
         return base.model_copy(update={"variables": {name: each.summed for name, each in base.variables.items()}})
     bandwidths = {rank: cluster.node_bandwidth(cluster.node_of(rank)) for rank in server_ranks(cluster, "nodes")}
