@@ -228,20 +228,21 @@ def two_ranks():
     dist.destroy_process_group()
 
 
-UNITS = [
-    ("gpt2", {}),
-    ("llama_1b", {"root": True, "prefetch": 2}),
-    ("gpt2", {"prefetch": 3}),
-    ("gpt2", {"reshard": False}),
-    ("gpt2", {"recompute": True, "prefetch": 0}),
-    ("gpt2", {"reduce_dtype": "bfloat16"}),
-    ("bert_base", {"units": []}),
-    ("llama_1b", {"reshard": False}),
-]
+UNITS = {
+    "each block": ("gpt2", {}),
+    "the root too": ("llama_1b", {"root": True, "prefetch": 2}),
+    "early gathers": ("gpt2", {"prefetch": 3}),
+    "kept": ("gpt2", {"reshard": False}),
+    "recomputed": ("gpt2", {"recompute": True, "prefetch": 0}),
+    "reduced in bf16": ("gpt2", {"reduce_dtype": "bfloat16"}),
+    "one unit": ("bert_base", {"units": []}),
+    "a Llama kept": ("llama_1b", {"reshard": False}),
+}
 
 
-@pytest.mark.parametrize(("name", "options"), mostly_slow(UNITS, UNITS[:3]))
-def test_fully_sharded_units_are_what_torch_allocates(two_ranks, name, options):
+@pytest.mark.parametrize("case", mostly_slow(list(UNITS), list(UNITS)[:3]))
+def test_fully_sharded_units_are_what_torch_allocates(two_ranks, case):
+    name, options = UNITS[case]
     scale, batch = 0.12, 2
     graph = capture_zoo(name, scale, batch).with_optimizer("AdamW", 2)
     plan = lower(graph, TWO, build_strategy("fsdp", graph, TWO, **options))
