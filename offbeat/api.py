@@ -297,11 +297,6 @@ def _check(model: torch.nn.Module, optimizer: Optimizer, timeout: timedelta | No
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise OffbeatError(f"distribute: parameter {name!r} has no shape yet; call the model with a batch first")
-        if parameter.is_meta and len(devices) == 1:
-            raise OffbeatError(
-                f"distribute: parameter {name!r} is on the meta device; give the model memory first, "
-                f"with model.to_empty() and its initial values"
-            )
         if parameter.is_inference() or torch.is_inference_mode_enabled():
             raise OffbeatError("distribute: torch.inference_mode() has no training; make and distribute models outside")
     if len(devices) > 1:

@@ -56,6 +56,8 @@ MOST_CONTENDERS = 3
 BEHIND, EVENLY_BEHIND = 0.05, 0.1
 """A contender that was slower than the present plan by more than this share in its heats goes to no final. The second
 is for DDP's way, against a plan that has not proven anything, and for sizes of its buckets against the best of them."""
+FIRST_SHARE = 0.6
+"""Of the steps that are left, for a final after which another one may follow."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a switch is worth a trial."""
 CLOSE, FAR = 0.25, 1.0
@@ -248,10 +250,13 @@ class Tuner:
         present.heats.clear()
         spent = yield from self._heats(present, others)
         champion = present
-        for place, even, hopeful in self.ranks.agree(self._finalists(present, others)):
+        finalists = self.ranks.agree(self._finalists(present, others))
+        for number, (place, hopeful) in enumerate(finalists, start=1):
             other, verdict = others[place], Verdict(present.heats, others[place].heats)
-            # Where even plans cannot be told apart, something is left for the plans after them.
-            most_steps = (MOST_STEPS - spent) // (2 if even and len(others) > 1 else 1)
+            even = other.candidate["kind"] == DDP and champion is present and not self.proven
+            # Where plans cannot be told apart, something is left for the next one.
+            share = FIRST_SHARE if any(hope for _, hope in finalists[number:]) else 1.0
+            most_steps = int((MOST_STEPS - spent) * share)
             if hopeful and min(NEEDED) * PAIR_STEPS <= most_steps:
                 verdict = Verdict(even=even)
                 spent += yield from self._final(champion, other, verdict, most_steps)
@@ -278,16 +283,13 @@ class Tuner:
             return None
         return runner
 
-    def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool, bool]]:
-        """The places of the others in the order of their finals, whether a final is on even terms, and whether the
-        heats leave hope for it.
-        """
+    def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool]]:
+        """The places of the others, the quickest in the heats first, and whether the heats leave hope for a final."""
         found = []
         for place, other in enumerate(others):
-            even = other.candidate["kind"] == DDP and not self.proven
-            behind = EVENLY_BEHIND if even else BEHIND
-            found.append((place, even, other.heat <= present.heat * (1 + behind)))
-        return sorted(found, key=lambda each: (not each[1], others[each[0]].heat))
+            behind = EVENLY_BEHIND if other.candidate["kind"] == DDP and not self.proven else BEHIND
+            found.append((place, other.heat <= present.heat * (1 + behind)))
+        return sorted(found, key=lambda each: others[each[0]].heat)
 
     def _heats(self, present: Runner, others: list[Runner]) -> Generator[None, None, int]:
         """Some blocks of each plan, if there are several to choose from; the steps it took."""

@@ -380,6 +380,11 @@ def variables_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.nn.Param
         if tuple(found[name].shape) != shape:
             here = list(found[name].shape)
             raise StrategyError(f"parameter {name!r} has shape {here}, the strategy was made for {list(shape)}")
+        if found[name].is_meta:
+            raise StrategyError(
+                f"parameter {name!r} is on the meta device; give the model memory first, with model.to_empty() and its "
+                f"initial values"
+            )
     if found.keys() - known:
         raise StrategyError(f"the strategy does not cover the trainable parameter {min(found.keys() - known)!r}")
     return {name: found[name] for name in known}

@@ -484,14 +484,14 @@ def _answer(folder: Path) -> dict[str, Any]:
     ]
     packed = [zlib.compress(json.dumps(each).encode()).hex() for each in lines]
     graph = load_profile(folder).graph.to_json().decode()
-    return search(
-        {
-            "traces": packed,
-            "link": (1e-3, 1e-9),
-            "world": 2,
-            "graph": graph,
-            "barrier": True,
-            "allow": [],
-            "encoding": {},
-        }
-    )
+    request = {
+        "traces": packed,
+        "link": (1e-3, 1e-9),
+        "world": 2,
+        "graph": graph,
+        "barrier": True,
+        "allow": [],
+        "encoding": {},
+    }
+    *_, last = search(request)
+    return last

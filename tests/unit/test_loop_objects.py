@@ -19,9 +19,8 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import OffbeatError, StrategyError
+from offbeat.runtime.distribute import variables_of
 from offbeat.runtime.lazy import sharing_memory
-from offbeat.runtime.mixins import check_classes
-from offbeat.runtime.wrapping import check_unwrapped
 
 
 def on_two_ranks(body: Callable[[Job], Any], way: Way) -> list[Any]:
@@ -227,44 +226,18 @@ class Named(Registered, name="named"):
     """Of a family that asks more of its classes than a base."""
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (WithJoin, "distribute() adds 'join' to a model, but WithJoin has it already"),
-        (WithPart, "distribute() adds 'offbeat' to a model, but WithPart has it already"),
-        (GenericFirst, "name torch's class first among its bases"),
-        (AbstractFirst, "name torch's class first among its bases"),
-    ],
-)
-def test_classes_that_cannot_be_extended_are_refused(make: Callable[[], nn.Module], said: str) -> None:
-    with pytest.raises(StrategyError) as refusal:
-        check_classes(make(), torch.optim.SGD(Line().parameters(), lr=0.1))
-    assert said in str(refusal.value)
-
-
-def test_families_do_not_hear_of_the_class_that_distribute_makes() -> None:
-    check_classes(Named(), torch.optim.SGD(Line().parameters(), lr=0.1))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_scripted_modules_are_refused() -> None:
-    class Scripted(torch.jit.ScriptModule):
-        """As torch.jit.script makes them."""
-
-    with pytest.raises(StrategyError, match=r"its module '1' is a torch\.jit\.ScriptModule: distribute the model"):
-        check_unwrapped(nn.Sequential(nn.Linear(2, 2), Scripted()))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: nn.LazyLinear(2), "parameter 'weight' has no shape yet; call the model with a batch first"),
-        (lambda: nn.Linear(2, 2, device="meta"), "parameter 'weight' is on the meta device; give the model memory"),
-    ],
-)
-def test_parameters_without_memory_are_refused(make: Callable[[], nn.Module], said: str) -> None:
+def test_parameters_without_a_shape_are_refused() -> None:
+    said = "parameter 'weight' has no shape yet; call the model with a batch first"
     with pytest.raises(OffbeatError, match=said):
-        offbeat.distribute(make(), torch.optim.SGD(Line().parameters(), lr=0.1))
+        offbeat.distribute(nn.LazyLinear(2), torch.optim.SGD(Line().parameters(), lr=0.1))
+
+
+def test_parameters_without_memory_are_refused() -> None:
+    graph = offbeat.capture(nn.Linear(2, 2), torch.zeros(1, 2))
+    cluster = offbeat.ClusterSpec.local(2)
+    plan = offbeat.lower(graph, cluster, offbeat.build_strategy("ddp", graph, cluster))
+    with pytest.raises(StrategyError, match="parameter 'weight' is on the meta device; give the model memory"):
+        variables_of(nn.Linear(2, 2, device="meta"), plan)
 
 
 def test_inference_mode_is_refused() -> None:
