@@ -1,12 +1,13 @@
 """Search for better plans in a background process while training continues.
 
 Replay and search compile code and use a processor for seconds; in the training process a step would stand still
-meanwhile. The searching process is started when recording starts, so that it has loaded and compiled by the time there
-is something to search. It has one thread and yields the processors. Whatever happens to it, the job goes on.
+meanwhile. The searching process is started once steps have been recorded, which it would disturb. It has one thread and
+yields the processors. Whatever happens to it, the job goes on.
 
     python -m offbeat.online.searcher    reads one request from stdin, writes two answers to stdout, a line each
 
-The first answer, DDP's own way with several sizes of buckets, needs no replay, so the job can time them meanwhile.
+The first answer, DDP's own way with several sizes of buckets, needs no replay, so that the job can time them while code
+is being compiled.
 """
 
 import json
@@ -110,12 +111,12 @@ def search(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from offbeat.graph import ModelGraph
     from offbeat.profile.measure import profile_in_place
     from offbeat.profile.whatif import trust_in
-    from offbeat.search.optimize import candidates, ddp_sizes
+    from offbeat.search.optimize import TIMED_BUCKETS, candidates, ddp_sizes
 
     recorded = [orjson.loads(zlib.decompress(bytes.fromhex(packed))) for packed in request["traces"]]
     graph = ModelGraph.from_json(request["graph"])
     profile = profile_in_place(recorded, tuple(request["link"]), request["world"], graph)
-    sizes = dict(ddp_sizes(profile.graph, profile.cluster))
+    sizes = dict(ddp_sizes(profile.graph, profile.cluster, TIMED_BUCKETS))
     yield {
         "graph": profile.graph.to_json().decode(),
         "sizes": [{"name": name, "strategy": strategy.to_json()} for name, strategy in sizes.items()],
@@ -133,7 +134,7 @@ def search(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "candidates": [
             {
                 "name": each.name,
-                "kind": DDP if each.name in sizes else each.kind,
+                "kind": DDP if each.name.startswith("ddp ") else each.kind,
                 "seconds": each.seconds,
                 "strategy": each.strategy.to_json(),
             }
@@ -152,7 +153,7 @@ def main() -> None:
     import torch
 
     import offbeat.profile.measure
-    import offbeat.search.optimize  # noqa: F401 - loaded while the job still records
+    import offbeat.search.optimize  # noqa: F401 - loaded before it is known what to search
 
     torch.set_num_threads(1)
     request = sys.stdin.buffer.read()

@@ -1,17 +1,19 @@
 """Phases of a job under way: warm up, record, search beside it, race what it found, keep what is faster, watch.
 
 The search runs in a process of its own (`searcher.py`); training goes on, and the answers are taken at the end of a
-step by all ranks alike. While it searches, DDP's own way is timed with several sizes of buckets, which replay cannot
-tell apart where computing and communication share processors. Then the quickest plans of each kind, DDP's way at its
-best size among them, run in heats. Those that may be faster go to a final, and are kept only if alternating blocks of
-real steps show that they are (`verdict.py`). The plan that the job began with has not proven anything either: against
-DDP's way it must be the faster one on average. Later, when steps have become longer or shorter than they were, it looks
-again. Every decision is told once, on rank 0.
+step by all ranks alike. DDP's own way is timed with several sizes of buckets, which replay cannot tell apart where
+computing and communication share processors. Then the quickest plans of each kind, DDP's way at its best size among
+them, run in heats. DDP's way and the quickest of the others go to a final, and are kept only if alternating blocks of
+real steps show that they are faster (`verdict.py`). The plan that the job began with has not proven anything either:
+against DDP's way it must be the faster one on average. Later, when steps have become longer or shorter than they were,
+it looks again. Every decision is told once, on rank 0.
 """
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -50,8 +52,9 @@ PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
 """Of two blocks that are compared in a final."""
 MOST_STEPS = 120
 """Spent on trials of what one search has found."""
-MOST_SIZES = 3
-"""Of DDP's buckets that are timed twice."""
+PATIENCE_SECONDS = 15.0
+"""For which the search has the machine's other processors to itself. If it takes longer, because it must compile its
+code first, DDP's way is timed meanwhile."""
 MOST_CONTENDERS = 3
 BEHIND, EVENLY_BEHIND = 0.05, 0.1
 """A contender that was slower than the present plan by more than this share in its heats goes to no final. The second
@@ -153,23 +156,28 @@ class Tuner:
             self.runtime.settled = False
 
     def _improve(self) -> Generator[None, None, None]:
+        traces = yield from self._record()
+        name = self.runtime.plan.strategy.name
+        if traces is None:
+            self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
+            return
+        # Not before: it would take processor time from the recorded steps.
         searcher = start_search() if self.rank == 0 else None
         try:
-            traces = yield from self._record()
-            if traces is None:
-                name = self.runtime.plan.strategy.name
-                self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
-                return
             if searcher is not None:
                 searcher.ask(self._request(traces))
-            answered, found = yield from self._answer(searcher, self.runtime.plan.strategy.name)
-            if not answered:
+            state, first = yield from self._answer(searcher, name)
+            if state == "failed":
                 return
-            graph = self.ranks.agree(found["graph"] if found else "")
+            graph = self.ranks.agree(first["graph"] if first else "")
             recorded = ModelGraph.from_json(graph)
-            present = self.running = Runner(self.runtime.plan.strategy.name, self.runtime.plan)
-            way = yield from self._time_sizes(recorded, present, self.ranks.agree(found["sizes"] if found else []))
-            answered, found = yield from self._answer(searcher, present.name)
+            present = self.running = Runner(name, self.runtime.plan)
+            state, found = yield from self._answer(searcher, name, PATIENCE_SECONDS)
+            if state == "failed":
+                return
+            way = yield from self._time_sizes(recorded, present, self.ranks.agree(first["sizes"] if first else []))
+            if state == "late":
+                state, found = yield from self._answer(searcher, name)
         finally:
             if searcher is not None:
                 searcher.close()
@@ -179,13 +187,15 @@ class Tuner:
         chosen = self.ranks.agree(contenders(found, self.usual, way) if found else [])
         if chosen:
             yield from self._race(recorded, present, chosen, way)
-        elif answered:
-            self._tell(f"keeps '{present.name}': no other plan is predicted to be faster")
+        elif state == "answered":
+            self._tell(f"keeps '{name}': no other plan is predicted to be faster")
 
     def _answer(
-        self, searcher: Searcher | None, present: str
-    ) -> Generator[None, None, tuple[bool, dict[str, Any] | None]]:
-        """Trains until the search answers next or fails; returns whether it answered and, on rank 0, the answer."""
+        self, searcher: Searcher | None, present: str, patience: float = inf
+    ) -> Generator[None, None, tuple[str, dict[str, Any] | None]]:
+        """Trains until the search answers next ("answered"), fails ("failed") or takes longer than so many seconds
+        ("late"); rank 0 also gets the answer."""
+        began = time.monotonic()
         while True:
             for _ in range(ASKED_STEPS):
                 yield
@@ -195,12 +205,13 @@ class Tuner:
                     found = searcher.answer()
                 except SearchFailed as error:
                     failure = str(error)
-            state = self.ranks.agree({"done": found is not None, "failure": failure})
+            done = found is not None
+            state = self.ranks.agree({"done": done, "failure": failure, "late": time.monotonic() - began > patience})
             if state["failure"]:
                 self._tell(f"keeps '{present}': {state['failure']}")
-                return False, None
-            if state["done"]:
-                return True, found
+                return "failed", None
+            if state["done"] or state["late"]:
+                return "answered" if state["done"] else "late", found
 
     def _time_sizes(
         self, recorded: ModelGraph, present: Runner, sizes: list[dict[str, Any]]
@@ -216,13 +227,13 @@ class Tuner:
             timed.append(runner)
         yield from self._time(present)
         limit = min(runner.heat for runner in (*timed, present)) * (1 + EVENLY_BEHIND)
-        hopeful = sorted((place for place, runner in enumerate(timed) if runner.heat <= limit), key=_heat_in(timed))
-        if not (again := [timed[place] for place in self.ranks.agree(hopeful[:MOST_SIZES])]):
+        again = self.ranks.agree([place for place, runner in enumerate(timed) if runner.heat <= limit])
+        for runner in (present, *(timed[place] for place in reversed(again))):
+            yield from self._time(runner)
+        best = timed[self.ranks.agree(min(again, key=_heat_in(timed)))] if again else None
+        if best is None:
             self._run_with(present)
             return None
-        for runner in (*again, present):
-            yield from self._time(runner)
-        best = again[self.ranks.agree(min(range(len(again)), key=_heat_in(again)))]
         best.settled = True
         if self.ranks.agree(best.heat < present.heat):
             self._run_with(best)
@@ -250,13 +261,13 @@ class Tuner:
         present.heats.clear()
         spent = yield from self._heats(present, others)
         champion = present
-        finalists = self.ranks.agree(self._finalists(present, others))
-        for number, (place, hopeful) in enumerate(finalists, start=1):
+        order = self.ranks.agree(finalists(present, others, self.proven))
+        for place, hopeful in order:
             other, verdict = others[place], Verdict(present.heats, others[place].heats)
             even = other.candidate["kind"] == DDP and champion is present and not self.proven
             # Where plans cannot be told apart, something is left for the next one.
-            share = FIRST_SHARE if any(hope for _, hope in finalists[number:]) else 1.0
-            most_steps = int((MOST_STEPS - spent) * share)
+            first = place == order[0][0] and sum(hope for _, hope in order) > 1
+            most_steps = int((MOST_STEPS - spent) * (FIRST_SHARE if first else 1))
             if hopeful and min(NEEDED) * PAIR_STEPS <= most_steps:
                 verdict = Verdict(even=even)
                 spent += yield from self._final(champion, other, verdict, most_steps)
@@ -282,14 +293,6 @@ class Tuner:
             self._tell(what, strategy=chosen["name"])
             return None
         return runner
-
-    def _finalists(self, present: Runner, others: list[Runner]) -> list[tuple[int, bool]]:
-        """The places of the others, the quickest in the heats first, and whether the heats leave hope for a final."""
-        found = []
-        for place, other in enumerate(others):
-            behind = EVENLY_BEHIND if other.candidate["kind"] == DDP and not self.proven else BEHIND
-            found.append((place, other.heat <= present.heat * (1 + behind)))
-        return sorted(found, key=lambda each: others[each[0]].heat)
 
     def _heats(self, present: Runner, others: list[Runner]) -> Generator[None, None, int]:
         """Some blocks of each plan, if there are several to choose from; the steps it took."""
@@ -439,6 +442,19 @@ def contenders(found: dict[str, Any], usual: float, way: Runner | None) -> list[
     while len(chosen) > MOST_CONTENDERS:
         chosen.remove(next(each for each in reversed(chosen) if each["kind"] != DDP))
     return chosen
+
+
+def finalists(present: Runner, others: Sequence[Runner], proven: bool) -> list[tuple[int, bool]]:
+    """The places of the others, the quickest in the heats first, and whether they go to a final: DDP's way and the
+    quickest of the rest, unless the heats leave no hope for them. `proven`: the present plan has won a race.
+    """
+    found, seen = [], set()
+    for place in sorted(range(len(others)), key=_heat_in(others)):
+        ddp = others[place].candidate["kind"] == DDP
+        behind = EVENLY_BEHIND if ddp and not proven else BEHIND
+        found.append((place, ddp not in seen and others[place].heat <= present.heat * (1 + behind)))
+        seen.add(ddp)
+    return found
 
 
 def _heat_in(runners: Sequence[Runner]) -> Callable[[int], float]:

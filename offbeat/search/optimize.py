@@ -51,6 +51,8 @@ LIMIT_STEP = 0.88
 """A memory limit of `by_memory` as a share of what was needed under the one before."""
 _seconds, _peak = attrgetter("seconds"), attrgetter("peak_bytes")
 BARRIER_BUCKETS = (2**19, 2**20, 2**21, 2**22, 2**23, 25 * 2**20)
+TIMED_BUCKETS = (2**20, 2**22, 25 * 2**20)
+"""Sizes far enough apart that a few steps tell them from each other."""
 
 
 class TooLittleMemory(OffbeatError):
@@ -292,9 +294,11 @@ def _others(
         yield "encoded", optimize(graph, cluster, passes=(*SCHEDULING_PASSES, "encode"), allow=allow, **limits)
 
 
-def ddp_sizes(graph: ModelGraph, cluster: ClusterSpec) -> Iterator[tuple[str, Strategy]]:
-    """DDP's own way with every size of buckets that is worth a try, by name."""
-    for builder, options in _ddp_recipes(graph):
+def ddp_sizes(
+    graph: ModelGraph, cluster: ClusterSpec, buckets: Sequence[int] = BARRIER_BUCKETS
+) -> Iterator[tuple[str, Strategy]]:
+    """DDP's own way with these sizes of buckets, as far as they make a difference, and with growing ones; by name."""
+    for builder, options in _ddp_recipes(graph, buckets):
         made = build_strategy(builder, graph, cluster, **options)
         growing = "growing to " if "growth" in options else ""
         yield f"{builder} {growing}{options['bucket'] // 1024} KiB", rescheduled(made, mode="barrier")
@@ -307,10 +311,10 @@ def _overlap_recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
                 yield "overlap", {"bucket": bucket, "slice_bytes": slice_bytes}
 
 
-def _ddp_recipes(graph: ModelGraph) -> Iterator[tuple[str, dict[str, int]]]:
-    for bucket in BARRIER_BUCKETS:
+def _ddp_recipes(graph: ModelGraph, buckets: Sequence[int] = BARRIER_BUCKETS) -> Iterator[tuple[str, dict[str, int]]]:
+    for bucket in buckets:
         # A bucket that holds the whole model is what the largest, DDP's default, makes of it too.
-        if bucket < graph.parameter_bytes or bucket == BARRIER_BUCKETS[-1]:
+        if bucket < graph.parameter_bytes or bucket == buckets[-1]:
             yield "ddp", {"bucket": bucket, "first_bucket": min(bucket, 2**20)}
     if graph.parameter_bytes > BARRIER_BUCKETS[0]:
-        yield "ddp", {"bucket": BARRIER_BUCKETS[-1], "first_bucket": BARRIER_BUCKETS[0] // 2, "growth": 2}
+        yield "ddp", {"bucket": buckets[-1], "first_bucket": BARRIER_BUCKETS[0] // 2, "growth": 2}

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from offbeat.online.searcher import DDP
-from offbeat.online.tuner import Runner, contenders
+from offbeat.online.tuner import Runner, contenders, finalists
 from offbeat.plan import Plan
 
 PRESENT = ("present", "many messages", 0.100)
@@ -63,3 +63,23 @@ def test_a_prediction_that_is_too_long_for_all_plans_excludes_none() -> None:
 
 def test_nothing_is_tried_for_a_gain_below_noise() -> None:
     assert trials(found(PRESENT, ("a", "many messages", 0.0995))) == []
+
+
+def runner(kind: str, *heats: float) -> Runner:
+    return Runner(kind, cast(Plan, None), {"kind": kind}, list(heats))
+
+
+@pytest.mark.parametrize(("proven", "ddp"), [(False, True), (True, False)])
+def test_finals_are_for_the_way_of_ddp_and_the_quickest_other_plan_in_the_order_of_their_heats(
+    proven: bool, ddp: bool
+) -> None:
+    others = [runner("many messages", 0.104), runner(DDP, 0.109), runner("few messages", 0.09, 0.1)]
+    found = finalists(runner("present", 0.1), others, proven)
+    assert found == [(2, True), (0, False), (1, ddp)]
+
+
+def test_plans_that_are_slow_in_their_heats_go_to_no_final() -> None:
+    assert finalists(runner("present", 0.1), [runner("few messages", 0.11), runner(DDP, 0.12)], False) == [
+        (0, False),
+        (1, False),
+    ]
