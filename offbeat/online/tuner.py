@@ -175,7 +175,9 @@ class Tuner:
             state, found = yield from self._answer(searcher, name, PATIENCE_SECONDS)
             if state == "failed":
                 return
-            way = yield from self._time_sizes(recorded, present, self.ranks.agree(first["sizes"] if first else []))
+            predicted = {each["name"]: each["seconds"] for each in found["candidates"]} if found else {}
+            sizes = self.ranks.agree(first["sizes"] if first else [])
+            way = yield from self._time_sizes(recorded, present, sizes, predicted)
             if state == "late":
                 state, found = yield from self._answer(searcher, name)
         finally:
@@ -214,10 +216,12 @@ class Tuner:
                 return "answered" if state["done"] else "late", found
 
     def _time_sizes(
-        self, recorded: ModelGraph, present: Runner, sizes: list[dict[str, Any]]
+        self, recorded: ModelGraph, present: Runner, sizes: list[dict[str, Any]], predicted: dict[str, float]
     ) -> Generator[None, None, Runner | None]:
         """DDP's own way with the quickest of some sizes of buckets, unless it is too slow for a race with the present
         plan. What is quicker of the two runs on until the search answers.
+
+        A few steps and a prediction, where there is one, are each off by some percent, so that both count.
         """
         timed: list[Runner] = []
         for each in sizes:
@@ -230,10 +234,11 @@ class Tuner:
         again = self.ranks.agree([place for place, runner in enumerate(timed) if runner.heat <= limit])
         for runner in (present, *(timed[place] for place in reversed(again))):
             yield from self._time(runner)
-        best = timed[self.ranks.agree(min(again, key=_heat_in(timed)))] if again else None
-        if best is None:
+        if not again:
             self._run_with(present)
             return None
+        scores = {place: timed[place].heat * predicted.get(timed[place].name, 1.0) for place in again}
+        best = timed[self.ranks.agree(min(again, key=scores.__getitem__))]
         best.settled = True
         if self.ranks.agree(best.heat < present.heat):
             self._run_with(best)

@@ -91,14 +91,24 @@ def already_distributed(wrapper: str, path: str = "") -> None:
 
 
 def shared_memory(model: torch.nn.Module, plan: Plan) -> str:
-    """In words which parameters share their memory, if any; StrategyError if the plan updates them apart."""
+    """In words which parameters share their memory, if any; StrategyError if they are not updated one after another."""
     shared = sharing_memory(dict(model.named_parameters()))
     if shared is None:
         return ""
     one, other = shared
+    updated = ""
     if not plan.whole_state or any(message.staleness for message in plan.messages):
+        updated = f"strategy {plan.strategy.name!r} updates them apart"
+    elif on_gpu(model):
+        updated = "a GPU updates them at the same time, on every rank with another result"
+    if updated:
         raise StrategyError(
-            f"parameters {one!r} and {other!r} share their memory, and strategy {plan.strategy.name!r} updates them "
-            f"apart: let both names be one parameter (module.weight = other.weight, not .data)"
+            f"parameters {one!r} and {other!r} share their memory, and {updated}: let both names be one parameter "
+            f"(module.weight = other.weight, not .data)"
         )
     return f"parameters {one!r} and {other!r} share their memory"
+
+
+def on_gpu(model: torch.nn.Module) -> bool:
+    """Whether torch updates many parameters in one kernel by default."""
+    return any(parameter.is_cuda for parameter in model.parameters())

@@ -230,7 +230,6 @@ GUESTS = {
     "own_optimizer": LIMIT,
     "step_hooks": LIMIT,
     "optimizer_state_changed": LIMIT,
-    "memory_shared": LIMIT,
     "accumulation": LIMIT,
     "ema_over_a_list": LIMIT,
     "generation": LIMIT,

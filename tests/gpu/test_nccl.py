@@ -161,4 +161,4 @@ SUM = (
 
 
 def said(folder: Path) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-40000:]}" for log in folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in folder.glob("*.log"))

@@ -19,6 +19,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import OffbeatError, StrategyError
+from offbeat.runtime import wrapping
 from offbeat.runtime.distribute import variables_of
 from offbeat.runtime.lazy import sharing_memory
 
@@ -62,6 +63,22 @@ def test_memory_that_two_parameters_share_cannot_be_updated_by_several_ranks(way
     for said in on_two_ranks(body, way):
         assert said.startswith("parameters 'first.weight' and 'head.weight' share their memory")
         assert said.endswith("let both names be one parameter (module.weight = other.weight, not .data)")
+
+
+def test_memory_that_two_parameters_share_is_not_updated_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel for many parameters would update both at once."""
+    monkeypatch.setattr(wrapping, "on_gpu", lambda _: True)
+
+    def body(job: Job) -> str:
+        step(job)
+        job.model.head.weight.data = job.model.first.weight.data.view(-1)[: job.model.head.weight.numel()].view_as(
+            job.model.head.weight
+        )
+        with pytest.raises(StrategyError, match="a GPU updates them at the same time") as refusal:
+            step(job)
+        return str(refusal.value)
+
+    assert len(on_two_ranks(body, OVERLAP)) == 2
 
 
 def test_memory_is_shared_where_spans_overlap() -> None:
