@@ -165,7 +165,7 @@ class Tuner:
         searcher = start_search() if self.rank == 0 else None
         try:
             if searcher is not None:
-                searcher.ask(self._request(traces))
+                searcher.ask(_request(self, traces))
             state, first = yield from self._answer(searcher, name)
             if state == "failed":
                 return
@@ -402,19 +402,18 @@ class Tuner:
         strategy = Strategy.from_json(chosen["strategy"]).model_copy(update={"graph": "", "cluster": ""})
         return lower(graph, self.cluster, strategy, rank=self.rank)
 
-    # What rank 0 decides
 
-    def _request(self, traces: list[bytes]) -> dict[str, Any]:
-        """The input of the search process."""
-        return {
-            "traces": [packed.hex() for packed in traces],
-            "link": self.runtime.link,
-            "world": self.world.size,
-            "graph": self.graph.to_json().decode(),
-            "barrier": _must_wait(self.runtime),
-            "allow": list(self.allow),
-            "encoding": self.encoding,
-        }
+def _request(tuner: Tuner, traces: list[bytes]) -> dict[str, Any]:
+    """The input of the search process."""
+    return {
+        "traces": [packed.hex() for packed in traces],
+        "link": tuner.runtime.link,
+        "world": tuner.world.size,
+        "graph": tuner.graph.to_json().decode(),
+        "barrier": _must_wait(tuner.runtime),
+        "allow": list(tuner.allow),
+        "encoding": tuner.encoding,
+    }
 
 
 def _must_wait(runtime: Runtime) -> bool:
