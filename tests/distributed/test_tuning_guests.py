@@ -60,7 +60,8 @@ def test_a_pattern_under_auto_equals_averaging_by_hand(pools: Pools, pattern: st
 def test_distributing_again_ends_what_auto_has_begun(pools: Pools, when: str) -> None:
     for rank, answer in enumerate(pools(2).call("distributed_twice", when=when)):
         assert answer["error"] <= 1e-12
-        assert answer["ended"] == ([True] if rank == 0 else []), "the search process has ended"
+        # The search is not started before the steps have been recorded.
+        assert answer["ended"] == ([True] if rank == 0 and when == "searches" else []), "the search process has ended"
         assert not answer["observed"]
         assert not answer["hurried"]
         assert not answer["hooks"]
