@@ -132,7 +132,7 @@ SECTIONS = (
         intervals,
         "python benchmarks/intervals.py --json",
         "seconds, and the results of other benchmarks",
-        "2026-11-18",
+        "2026-11-19",
     ),
     Section("search_speed", "Search speed", "dPRO's models on 16 workers with a V100 each, 10 Gbit/s.", search_speed),
     Section(
