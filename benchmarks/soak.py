@@ -98,7 +98,12 @@ def work(task: dict[str, Any]) -> None:
         if (step + 1) % SAVED_STEPS == 0 or step + 1 == task["steps"]:
             save(folder, rank, step + 1, model, optimizer, losses)
         if step % SAMPLED_STEPS == 0:
-            samples.write(json.dumps({"step": step, "late": late, **resources(), **needs(model)}) + "\n")
+            samples.write(
+                json.dumps(
+                    {"step": step, "late": late, "settled": model.offbeat.settled, **resources(), **needs(model)}
+                )
+                + "\n"
+            )
             samples.flush()
         if rank == 0:
             # Written in place: a new file for each step would be work that training does not do.
@@ -198,8 +203,7 @@ def soak(steps: int, kills: int, seed: int) -> dict[str, Any]:
             for life in range(lives)
         )
         log = "".join(path.read_text(errors="replace") for path in sorted(stressed.glob("log0.*")))
-    # Fewer at the end are those of a search that was under way at the beginning.
-    leaked = any(max(row["files"], row["threads"]) > 0 or row["rss_bytes"] > MEMORY_TOLERANCE_BYTES for row in growth)
+    leaked = any(row["files"] or row["threads"] or row["rss_bytes"] > MEMORY_TOLERANCE_BYTES for row in growth)
     return {
         "benchmark": "soak",
         "emulation": kind,
@@ -316,7 +320,7 @@ def samples(folder: Path, rank: int, life: int) -> list[dict[str, int]]:
 
 def grown(folder: Path, rank: int, life: int) -> dict[str, Any]:
     """Growth after the warm-up: of memory from the first to the last quarter of the samples, and its slope; of files
-    and threads among the samples of plans that need equally many, the largest."""
+    and threads among the samples of plans that need equally many, the largest, while no search has some of its own."""
     rows = samples(folder, rank, life)
     steady = [row for row in rows if row["step"] >= rows[0]["step"] + WARM_UP_STEPS]
     quarter = max(1, len(steady) // 4)
@@ -326,7 +330,7 @@ def grown(folder: Path, rank: int, life: int) -> dict[str, Any]:
     )
     growth["rss_bytes"] = round(last - first)
     alike: dict[tuple[int, int], list[dict[str, int]]] = {}
-    for row in steady:
+    for row in (row for row in steady if row["settled"]):
         alike.setdefault((row["groups"], row["in_flight"]), []).append(row)
     growth["plans"] = [list(plan) for plan in alike]
     for kind in ("files", "threads"):
