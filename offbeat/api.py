@@ -44,8 +44,9 @@ STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
 CALLED_VARIABLE = "OFFBEAT_CALLED"
 """Set by `offbeat run`: a file that distribute() creates, so that a script which never calls it is detected."""
 MIN_BUCKET_BYTES = 2**18
-MOST_GPU_MESSAGES = 24
-"""At the start on GPUs: a host that issues and applies many small messages launches kernels too late."""
+MOST_GPU_MESSAGES = 48
+"""At the start on GPUs. The fewer there are, the longer an urgent one waits for the one under way; but a host that
+issues and applies many small messages launches kernels too late."""
 MAX_BUCKET_BYTES = 25 * 2**20
 Wanted = str | os.PathLike[str] | Strategy
 """What a user may pass as a strategy: "auto", a builder's name, a file's path, or a Strategy."""
@@ -352,11 +353,12 @@ def _starting_strategy(graph: ModelGraph, cluster: ClusterSpec, world: TorchWorl
     network = seconds_per_byte * graph.parameter_bytes
     if network < NEGLIGIBLE_NETWORK_SECONDS:
         return build_strategy("ddp", graph, cluster)
-    least = MIN_BUCKET_BYTES if world.device.type == "cpu" else graph.parameter_bytes / MOST_GPU_MESSAGES
-    bucket = min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16)
-    sizes = {"bucket": max(1024, bucket), "slice_bytes": max(1024, 2 * bucket)}
-    # NCCL runs a channel's collectives one after another, on one stream.
-    return build_strategy("overlap", graph, cluster, **sizes, in_flight=2 if world.device.type == "cpu" else 1)
+    on_cpu = world.device.type == "cpu"
+    least = MIN_BUCKET_BYTES if on_cpu else graph.parameter_bytes / MOST_GPU_MESSAGES
+    bucket = max(1024, min(max(8 * seconds / seconds_per_byte, least), MAX_BUCKET_BYTES, graph.parameter_bytes / 16))
+    # NCCL runs a channel's collectives one after another, on one stream, and a slice costs it little.
+    sizes = {"bucket": bucket, "slice_bytes": 2 * bucket if on_cpu else bucket, "in_flight": 2 if on_cpu else 1}
+    return build_strategy("overlap", graph, cluster, **sizes)
 
 
 def join_job(timeout: timedelta | None, device: torch.device, servers: bool = False) -> None:

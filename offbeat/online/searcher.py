@@ -1,8 +1,8 @@
 """Search for better plans in a background process while training continues.
 
 Replay and search compile code and use a processor for seconds; in the training process a step would stand still
-meanwhile. The searching process is started once steps have been recorded, which it would disturb. It has one thread and
-yields the processors. Whatever happens to it, the job goes on.
+meanwhile. Where ranks compute on processors the searching process is started once steps have been recorded, which it
+would disturb. It has one thread and yields the processors. Whatever happens to it, the job goes on.
 
     python -m offbeat.online.searcher    reads one request from stdin, writes two answers to stdout, a line each
 

@@ -156,15 +156,17 @@ class Tuner:
             self.runtime.settled = False
 
     def _improve(self) -> Generator[None, None, None]:
-        traces = yield from self._record()
-        name = self.runtime.plan.strategy.name
-        if traces is None:
-            self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
-            return
-        # Not before: it would take processor time from the recorded steps.
-        searcher = start_search() if self.rank == 0 else None
+        # Where ranks compute on processors it would take time from the recorded steps.
+        early = self.rank == 0 and self.runtime.device.type == "cuda"
+        searcher = start_search() if early else None
         try:
-            if searcher is not None:
+            traces = yield from self._record()
+            name = self.runtime.plan.strategy.name
+            if traces is None:
+                self._tell(f"keeps '{name}': no part of the model was seen at work in the recorded steps")
+                return
+            if self.rank == 0:
+                searcher = searcher or start_search()
                 searcher.ask(_request(self, traces))
             state, first = yield from self._answer(searcher, name)
             if state == "failed":

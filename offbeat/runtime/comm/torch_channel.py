@@ -31,6 +31,8 @@ everybody's links, slow ones too, in both directions. With more, the root would 
 summed."""
 BREAK_OFF_SECONDS = 2.0
 """How long collectives may take to fail once their connections are closed."""
+LONG_QUEUE = 16
+"""Works on a GPU's stream that a channel keeps without asking which have ended."""
 SIGNAL_SECONDS = timedelta(seconds=1)
 """How long a wait may keep Python from handling a signal, such as Ctrl-C."""
 
@@ -176,10 +178,11 @@ class TorchChannel:
             work.wait()
 
     def keep(self, works: Sequence[Any]) -> None:
-        """Keeps works until they have ended."""
+        """Keeps works until they have ended, and perhaps a little longer: to ask a GPU takes the host its time."""
         with self.lock:
-            while self.under_way and self.under_way[0].is_completed():
-                self.under_way.popleft()
+            if self.stream is None or len(self.under_way) >= LONG_QUEUE:
+                while self.under_way and self.under_way[0].is_completed():
+                    self.under_way.popleft()
             self.under_way.extend(works)
 
     def close(self, deadline: float | None = None) -> None:
