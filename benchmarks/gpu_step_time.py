@@ -3,9 +3,10 @@
     python benchmarks/gpu_step_time.py --output gpu_step_time.json [--cases '2r-10G-*' ...] [--clip] [--plans overlap]
                                        [--precision autocast|bf16] [--case-seconds 40] [--seconds 480] [--list]
 
-A case is a number of ranks, the links' bandwidth, a model and a regime: its batch is chosen so that compute alone takes
-0.4 (network-bound), 1.0 (balanced) or 2.0 (compute-bound) times as long as all-reducing its gradients back to back. The
-larger of the two is the bound. In every case DDP runs with five bucket sizes, of which the two quickest stay
+A case is a number of ranks, the links' bandwidth, a model and a regime. The model's width is chosen so that all-reducing
+its gradients takes as long with every number of ranks and bandwidth, its batch so that compute alone takes 0.4
+(network-bound), 1.0 (balanced) or 2.0 (compute-bound) times as long as all-reducing them back to back. The larger of
+the two is the bound. In every case DDP runs with five bucket sizes, of which the quickest stays
 (`gradient_as_bucket_view=True`), and with its default, FSDP2 shards every block, DDP runs with the fp16 compression
 hook, and Offbeat starts with "auto" and trains until it has settled. Then short blocks of all alternate. Fused AdamW,
 bf16 autocast or bf16 weights. Times are between two events on the GPU, of the slowest rank, medians of the blocks in
@@ -19,6 +20,7 @@ import argparse
 import fnmatch
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -32,8 +34,8 @@ from auto_strategy import judged
 from gpu_cases import FILLED, Step, agreed, agreed_all, device, run_cases, run_rank, timed
 
 MODELS: dict[str, dict[str, Any]] = {
-    # By precision: a zoo name and options with 75 to 100 MB of gradients. FSDP2 shards modules of the classes `blocks`.
-    # The largest batch fits into the GPU's memory four times.
+    # By precision: a zoo name and options with 75 to 100 MB of gradients for two ranks at 10 Gbit/s. FSDP2 shards modules
+    # of the classes `blocks`. The largest batch of that size fits into the GPU's memory four times.
     "transformer": {
         "autocast": ("transformer", {"scale": 0.75, "vocabulary": 2000, "shared_embeddings": False}),
         "bf16": ("transformer", {"scale": 1.0, "vocabulary": 2000, "shared_embeddings": False}),
@@ -42,8 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "largest_batch": 1024,
     },
     "resnet": {
-        "autocast": ("resnet50", {}),
-        "bf16": ("resnet101", {}),
+        "autocast": ("resnet50", {"scale": 1.0}),
+        "bf16": ("resnet101", {"scale": 1.0}),
         "quick": ("resnet50", {"scale": 0.1}),
         "blocks": ("Bottleneck",),
         "largest_batch": 320,
@@ -60,13 +62,13 @@ REGIMES = {"network-bound": 0.4, "balanced": 1.0, "compute-bound": 2.0}
 """Compute alone divided by network alone."""
 RANKS, GBITS = (2, 4), (10, 5)
 BUCKETS_MIB = (1, 2, 4, 8, 16)
-KEPT_BUCKETS = 2
+KEPT_BUCKETS = 1
 BLOCKS = 3
 STEPS = (3, 8)
 TRIED_STEPS, TRIED_WARM = 3, 2
-SETTLING_SHARE = 0.6
+SETTLING_SHARE = 0.8
 """Of a case's time that "auto" may take to settle."""
-SETTLING_CHUNK = 20
+SETTLING_CHUNK = 10
 LEAST_SETTLING_STEPS, MOST_SETTLING_STEPS = 30, 400
 PROBED_BATCH, GROWTH = 16, 8
 """The first batch tried, and by how much the next may be larger."""
@@ -128,7 +130,11 @@ class Case:
         self.case = case
         self.began = time.monotonic()
         self.model_of = MODELS[case["model"]]
-        self.name, self.options = self.model_of["quick" if case["quick"] else case["precision"]]
+        self.name, options = self.model_of["quick" if case["quick"] else case["precision"]]
+        # Gradients grow with the square of the width, activations with the width.
+        width = math.sqrt(case.get("gbit", 10) / 10 / ring_share(case.get("ranks", 2)))
+        self.options = {**options, "scale": round(options["scale"] * width, 3)}
+        self.largest_batch = int(self.model_of["largest_batch"] / width)
         self.batch = 2 if case["quick"] else PROBED_BATCH
         self.plans = [f"offbeat_{plan}" for plan in case["plans"]]
         self.steps: dict[str, Step] = {}
@@ -227,7 +233,7 @@ class Case:
                 (small, less), (large, more) = sorted(known.items())[-2:]
                 if more > less:
                     guess = large + (goal - more) * (large - small) / (more - less)
-            guess = min(max(1, round(guess)), self.batch * GROWTH, self.model_of["largest_batch"])
+            guess = min(max(1, round(guess)), self.batch * GROWTH, self.largest_batch)
             if guess in known:
                 self.batch = min(known, key=lambda batch: abs(known[batch] / goal - 1))
                 return
@@ -301,6 +307,11 @@ class Case:
                 blocks[name].append(timed(self.steps[name], steps))
             order = [*order[1:], order[0]]
         return {name: agreed_all(seconds) for name, seconds in blocks.items()}, steps
+
+
+def ring_share(ranks: int) -> float:
+    """Bytes that each rank sends in an all-reduce of one byte."""
+    return 2 * (ranks - 1) / ranks
 
 
 def adamw(parameters: Any) -> Any:

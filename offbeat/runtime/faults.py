@@ -1,8 +1,5 @@
 """Turn an error of the communication backend into one that names the task and the ranks it was waiting for."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 from offbeat.plan import Plan, Task
 from offbeat.runtime.comm import CommunicationFailed
 from offbeat.runtime.sync import Synchroniser
@@ -12,16 +9,25 @@ class WorkerLost(RuntimeError):
     """Another rank died or stopped answering."""
 
 
-@contextmanager
-def explain(plan: Plan, what: Synchroniser | str, task: Task | None = None) -> Generator[None, None, None]:
+class explain:
     """Turns a backend error into WorkerLost, naming what was waited for and the ranks that gave no sign of life.
 
-    Of a synchroniser that is the task, by default the first in flight, and its variables.
+    Of a synchroniser that is the task, by default the first in flight, and its variables. Every message passes through
+    several of these, and a generator as context manager would take several times as long.
     """
-    try:
-        yield
-    except CommunicationFailed as error:
-        raise worker_lost(plan.rank, what if isinstance(what, str) else _name(plan, what, task), error) from error
+
+    __slots__ = ("plan", "task", "what")
+
+    def __init__(self, plan: Plan, what: Synchroniser | str, task: Task | None = None) -> None:
+        self.plan, self.what, self.task = plan, what, task
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CommunicationFailed):
+            what = self.what if isinstance(self.what, str) else _name(self.plan, self.what, self.task)
+            raise worker_lost(self.plan.rank, what, error) from error
 
 
 def worker_lost(rank: int | None, waited_for: str, error: CommunicationFailed) -> WorkerLost:

@@ -12,7 +12,6 @@ one, so that updates of that parameter are not put off.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -128,8 +127,25 @@ def outside_inference_mode(bring: Callable[Given, None]) -> Callable[Given, None
 
     @wraps(bring)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
-        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+        if not torch.is_inference_mode_enabled():
             bring(*args, **kwargs)
+            return
+        with torch.inference_mode(mode=False):
+            bring(*args, **kwargs)
+
+    return run
+
+
+def without_grad(function: Callable[Given, None]) -> Callable[Given, None]:
+    """What `torch.no_grad()` does as a decorator, which costs more than a check: inside backward nothing needs it."""
+
+    @wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        if not torch.is_grad_enabled():
+            function(*args, **kwargs)
+            return
+        with torch.no_grad():
+            function(*args, **kwargs)
 
     return run
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.graph.model import ELEMENTWISE
-from offbeat.runtime.lazy import set_gradient
+from offbeat.runtime.lazy import set_gradient, without_grad
 from offbeat.torch_private import unhooked_step
 
 PER_VARIABLE = (*ELEMENTWISE, "SparseAdam", "Adafactor", "Muon")
@@ -60,6 +60,9 @@ class UnitOptimizer:
         self.units = units
         self.own_state = any(unit.tensor is not unit.parameter for unit in units)
         """Its state is kept apart from the user's optimizer, because it is that of pieces."""
+        self.boxed = [unit for unit in units if unit.box is not None]
+        self.in_place = all(unit.gradient is None for unit in units)
+        """Every gradient arrives in `parameter.grad`."""
         group = group_of(base)
         self.groups = sorted({group[id(unit.parameter)] for unit in units})
         self.optimizer = twin(base, base_class)
@@ -83,22 +86,21 @@ class UnitOptimizer:
 
     def find_pieces(self) -> None:
         """Finds pieces at the current place of their variables: the training loop may have moved these."""
-        for unit in self.units:
-            if unit.box is not None:
-                piece = unit.parameter.data[unit.box]
-                if piece.data_ptr() != unit.tensor.data_ptr():
-                    unit.tensor.data = piece
+        for unit in self.boxed:
+            piece = unit.parameter.data[unit.box]
+            if piece.data_ptr() != unit.tensor.data_ptr():
+                unit.tensor.data = piece
 
     def take_gradients(self, arrived: dict[int, torch.Tensor], unused: frozenset[int]) -> None:
         """Gives each unit its gradient: one that arrived elsewhere, its own, or none if nobody used its variable."""
-        for unit in self.units:
+        for unit in () if self.in_place and not arrived and not unused else self.units:
             gradient = arrived.get(id(unit.tensor), unit.gradient)
             if id(unit.parameter) in unused:
                 set_gradient(unit.tensor, None)
             elif gradient is not None:
                 set_gradient(unit.tensor, gradient)
 
-    @torch.no_grad()
+    @without_grad
     def step(self) -> None:
         self.take_step(self.optimizer)
 

@@ -7,8 +7,8 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -76,6 +76,7 @@ class TorchChannel:
         if self.stream is not None:
             self.ready = torch.cuda.Event()
         self.lost_ranks = lost_ranks
+        self.errors = _Errors(lost_ranks)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         tensor = _real(tensor)
@@ -96,7 +97,7 @@ class TorchChannel:
         if not self.gloo:
             return self._start(options, lambda options: self.group.reduce([tensor], options), tensor)
         most = 2 * self.size * GLOO_SEGMENT_BYTES // tensor.element_size()
-        with self.errors():
+        with self.errors:
             return TorchWork(self, [self.group.reduce([piece], options) for piece in tensor.split(most)])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
@@ -135,7 +136,7 @@ class TorchChannel:
             return self._start(c10d.ReduceScatterOptions(), start, output, tensor)
         # Gloo's own sends a full all-reduce, an all-to-all sends each part once.
         parts = torch.empty_like(tensor).view(self.size, -1)
-        with self.errors():
+        with self.errors:
             exchanged = self.group.alltoall_base(parts.view(-1), tensor, [], [])
         return TorchWork(self, [exchanged], lambda: torch.sum(parts, dim=0, out=output.view(-1)))
 
@@ -146,7 +147,7 @@ class TorchChannel:
 
     def _start(self, options: Any, start: Callable[[Any], Any], *held: torch.Tensor) -> "TorchWork | StreamWork":
         """Starts a collective; on a GPU on the channel's own stream, behind what the current one has in it."""
-        with self.errors():
+        with self.errors:
             if self.stream is None:
                 return TorchWork(self, [start(options)])
             options.asyncOp = False
@@ -171,7 +172,7 @@ class TorchChannel:
         group = self.group
         if group is None:
             raise CommunicationFailed("the channel is closed", self.lost_ranks)
-        with self.errors():
+        with self.errors:
             work = start(group)
             del group
             self.keep([work])
@@ -209,14 +210,20 @@ class TorchChannel:
             time.sleep(1e-3)
         return True
 
-    @contextmanager
-    def errors(self) -> Generator[None, None, None]:
-        """Turns the backend's errors into CommunicationFailed."""
-        try:
-            yield
-        except CommunicationFailed:
-            raise
-        except RuntimeError as error:
+
+class _Errors:
+    """Turns a backend's errors into CommunicationFailed."""
+
+    __slots__ = ("lost_ranks",)
+
+    def __init__(self, lost_ranks: Callable[[], list[int]]) -> None:
+        self.lost_ranks = lost_ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationFailed):
             raise CommunicationFailed(str(error), self.lost_ranks) from error
 
 
@@ -237,7 +244,7 @@ class TorchWork:
         channel.keep(works)
 
     def wait(self) -> None:
-        with self.channel.errors():
+        with self.channel.errors:
             for work in self.works:
                 while not work.is_completed():
                     # Not for long, so that Python handles signals.

@@ -26,8 +26,10 @@ from offbeat.runtime.engine.frozen import FrozenVariables
 from offbeat.runtime.engine.owners import Owners
 from offbeat.runtime.engine.training import Training
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import outside_inference_mode, raw_gradient, set_gradient
+from offbeat.runtime.lazy import outside_inference_mode, raw_gradient, set_gradient, without_grad
 from offbeat.runtime.sync import Synchroniser, box_slices
+
+_NONE: frozenset[int] = frozenset()
 
 
 class Phase(Enum):
@@ -137,6 +139,22 @@ class Gradients:
     def take(self, index: int) -> None:
         """Loads a message: its gradients now belong to the synchroniser."""
         synchroniser = self.training.synchronisers[index]
+        if self.frozen.now:
+            self._load_beside_frozen(synchroniser)
+        else:
+            synchroniser.load()
+        if synchroniser.relaxed:
+            return
+        hidden = self.component_of_message[index].hidden
+        for name in synchroniser.message.variables:
+            self.untaken[name] -= 1
+            if not self.untaken[name] and name not in self.frozen.now:
+                parameter = self.parameters[name]
+                hidden.add(id(parameter))
+                set_gradient(parameter, None)
+
+    def _load_beside_frozen(self, synchroniser: Synchroniser) -> None:
+        """Loads a message without the gradients that frozen variables have kept."""
         frozen = [self.parameters[name] for name in synchroniser.message.variables if name in self.frozen.now]
         kept = [raw_gradient(parameter) for parameter in frozen]
         for parameter in frozen:
@@ -146,14 +164,6 @@ class Gradients:
         synchroniser.load()
         for parameter, gradient in zip(frozen, kept, strict=True):
             set_gradient(parameter, gradient)
-        if synchroniser.relaxed:
-            return
-        hidden = self.component_of_message[index].hidden
-        for name in synchroniser.message.variables:
-            self.untaken[name] -= 1
-            if not self.untaken[name] and name not in self.frozen.now:
-                hidden.add(id(self.parameters[name]))
-                set_gradient(self.parameters[name], None)
 
     def lacking(self, arrived: Counter[str]) -> list[str]:
         """Variables that neither this backward pass nor an earlier one of the same step has reached."""
@@ -205,7 +215,7 @@ class Gradients:
             self.show(component, published=True)
 
     @outside_inference_mode
-    @torch.no_grad()
+    @without_grad
     def show(self, component: Component, *, published: bool = False) -> None:
         """Puts the averages into `parameter.grad`, and what autograd has added there meanwhile on top of them.
 
@@ -239,6 +249,8 @@ class Gradients:
 
     def unused_parameters(self) -> frozenset[int]:
         """Parameters, by id, that no replica used: they keep no gradient, so that the optimizer leaves them alone."""
+        if self.unused.work is None and not self.unused.nowhere:
+            return _NONE
         with explain(self.training.plan, what="word of which variables each rank used"):
             return frozenset(id(self.parameters[name]) for name in self.unused.unused())
 

@@ -1,7 +1,7 @@
 """State shared by the parts of an engine, and reports of its work to observers."""
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from offbeat.timeline import Kind
 from offbeat.timeline.clock import Clock, Moment, clock_of
 from offbeat.timeline.observer import Observer
 from offbeat.torch_private import unhooked_step
+
+_UNOBSERVED = nullcontext()
 
 
 class Reports:
@@ -34,21 +36,23 @@ class Reports:
 
     def collective(self, synchroniser: Synchroniser, task: Task, queued: Moment) -> None:
         """A collective has just been issued; its end is reported once the backend says so."""
+        if self.observer is None and self.timekeeper is None:
+            return
         work, issued = synchroniser.works.get(task.index), self.now()
         for observer in (self.observer, self.timekeeper):
             if observer is not None and work is not None:
                 work.report_end(partial(observer.communication, self.step, task, queued, issued))
 
-    @contextmanager
-    def local(self, kind: Kind, messages: tuple[int, ...] = ()) -> Generator[None, None, None]:
+    def local(self, kind: Kind, messages: tuple[int, ...] = ()) -> AbstractContextManager[None]:
         """Reports how long something took on this rank."""
-        if self.observer is None:
-            yield
-            return
+        return _UNOBSERVED if self.observer is None else self._observed(self.observer, kind, messages)
+
+    @contextmanager
+    def _observed(self, observer: Observer, kind: Kind, messages: tuple[int, ...]) -> Generator[None, None, None]:
         # An update begins where a wait has just ended; a wait on a GPU takes the host no time.
         begin = self.clock.now() if kind == "wait" else self.clock.about_now()
         yield
-        self.observer.local(kind, messages, begin, self.clock.now())
+        observer.local(kind, messages, begin, self.clock.now())
 
 
 @dataclass(eq=False)

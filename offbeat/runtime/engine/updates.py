@@ -3,8 +3,7 @@
 A component whose update is outstanding has pending parameters (`offbeat.runtime.lazy`): using one applies the update.
 """
 
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
@@ -12,7 +11,14 @@ from offbeat.plan import Plan
 from offbeat.runtime.engine.components import Component, Portions
 from offbeat.runtime.engine.gradients import Gradients
 from offbeat.runtime.faults import explain
-from offbeat.runtime.lazy import AliasCheck, outside_inference_mode, raw_gradient, set_gradient, set_pending
+from offbeat.runtime.lazy import (
+    AliasCheck,
+    outside_inference_mode,
+    raw_gradient,
+    set_gradient,
+    set_pending,
+    without_grad,
+)
 from offbeat.runtime.sync import Synchroniser
 from offbeat.runtime.unit_optimizer import Unit, UnitOptimizer
 
@@ -90,16 +96,12 @@ class Updates:
             optimizer.take_gradients(elsewhere, self.gradients.unused_parameters() if dropped is None else dropped)
             optimizer.step()
 
-    @contextmanager
-    def at_work(self) -> Generator[None, None, None]:
+    def at_work(self) -> "_AtWork":
         """While the engine itself reads gradients and writes parameters."""
-        before, self.applying = self.applying, True
-        try:
-            yield
-        finally:
-            self.applying = before
+        return _AtWork(self)
 
     @outside_inference_mode
+    @without_grad
     def settle(self, component: Component) -> None:
         """Waits for one component and applies its update."""
         if component.settled:
@@ -212,3 +214,18 @@ class Updates:
         """Whether an average of its gradient has not been shown nor forgotten."""
         component = self.component_of.get(id(parameter))
         return component is not None and id(parameter) in component.hidden
+
+
+class _AtWork:
+    """Marks that the engine itself is at work."""
+
+    __slots__ = ("before", "updates")
+
+    def __init__(self, updates: Updates) -> None:
+        self.updates = updates
+
+    def __enter__(self) -> None:
+        self.before, self.updates.applying = self.updates.applying, True
+
+    def __exit__(self, *_: object) -> None:
+        self.updates.applying = self.before

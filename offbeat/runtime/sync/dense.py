@@ -14,7 +14,7 @@ import torch
 
 from offbeat.plan import Message, Piece, Task
 from offbeat.runtime.comm import Channels, Work, gather_blocks
-from offbeat.runtime.lazy import raw_gradient
+from offbeat.runtime.lazy import raw_gradient, without_grad
 from offbeat.runtime.sync.encoders import MessageEncoder
 from offbeat.runtime.unit_optimizer import Unit
 
@@ -55,7 +55,7 @@ class Synchroniser:
 
     # Gradients
 
-    @torch.no_grad()
+    @without_grad
     def load(self) -> None:
         """Takes over the gradients, each weighted with this replica's share in the average."""
         self.loaded = True
