@@ -3,8 +3,8 @@
     python benchmarks/gpu_step_time.py --output gpu_step_time.json [--cases '2r-10G-*' ...] [--clip] [--plans overlap]
                                        [--precision autocast|bf16] [--case-seconds 40] [--seconds 480] [--list]
 
-A case is a number of ranks, the links' bandwidth, a model and a regime. The model's width is chosen so that all-reducing
-its gradients takes as long with every number of ranks and bandwidth, its batch so that compute alone takes 0.4
+A case is a number of ranks, the links' bandwidth, a model and a regime. The model's width is chosen so that all-reduces
+of its gradients take about as long with every number of ranks and bandwidth, its batch so that compute alone takes 0.4
 (network-bound), 1.0 (balanced) or 2.0 (compute-bound) times as long as all-reducing them back to back. The larger of
 the two is the bound. In every case DDP runs with five bucket sizes, of which the quickest stays
 (`gradient_as_bucket_view=True`), and with its default, FSDP2 shards every block, DDP runs with the fp16 compression
@@ -34,8 +34,8 @@ from auto_strategy import judged
 from gpu_cases import FILLED, Step, agreed, agreed_all, device, run_cases, run_rank, timed
 
 MODELS: dict[str, dict[str, Any]] = {
-    # By precision: a zoo name and options with 75 to 100 MB of gradients for two ranks at 10 Gbit/s. FSDP2 shards modules
-    # of the classes `blocks`. The largest batch of that size fits into the GPU's memory four times.
+    # By precision: a zoo name and options with 75 to 100 MB of gradients, for two ranks at 10 Gbit/s. FSDP2 shards
+    # modules of the classes `blocks`. The largest batch of that size fits into the GPU's memory four times.
     "transformer": {
         "autocast": ("transformer", {"scale": 0.75, "vocabulary": 2000, "shared_embeddings": False}),
         "bf16": ("transformer", {"scale": 1.0, "vocabulary": 2000, "shared_embeddings": False}),
