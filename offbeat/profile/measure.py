@@ -241,16 +241,33 @@ def _fit_collectives(
             fits[kind, participants] = CollectiveFit(0.0, 0.0, median(each))
             error = max(error, scatter(each))
             continue
-        factors = []
+        seconds = []
         for rows in steps:
             taken = [known.occupied(size) for size, _, _ in rows]
             expected = sum(in_a_row(taken, [known.overhead_seconds] * len(rows), in_flight))
             expected += known.latency_seconds * sum(alone for _, _, alone in rows)
-            factors.append(sum(spent for _, spent, _ in rows) / expected if expected else 1.0)
-        factor = min(max(median(factors), 1 / MOST_CORRECTED), MOST_CORRECTED)
-        fits[kind, participants] = known.scaled(factor, factor)
-        error = max(error, scatter(factors))
+            moving = known.seconds_per_byte * sum(size for size, _, _ in rows)
+            seconds.append((sum(spent for _, spent, _ in rows), expected, moving))
+        constant, per_byte = (median(each) for each in zip(*(corrections(*step) for step in seconds), strict=True))
+        fits[kind, participants] = known.scaled(constant, per_byte)
+        error = max(error, scatter([spent / expected if expected else 1.0 for spent, expected, _ in seconds]))
     return fits, error
+
+
+def corrections(spent: float, expected: float, moving: float) -> tuple[float, float]:
+    """Factors on a fit's constants and on its seconds per byte: from the seconds for which a step's collectives took
+    the link, those that the fit gives, and those of the latter that are due to bytes.
+
+    A collective that was calibrated alone shows a delay that others hide where they queue behind each other. So what is
+    too much comes off the constants first.
+    """
+    if not expected:
+        return 1.0, 1.0
+    if spent < expected and moving:
+        hidden = max(0.0, spent - moving) / (expected - moving) if expected > moving else 1.0
+        return hidden, max(min(1.0, spent / moving), 1 / MOST_CORRECTED)
+    factor = min(max(spent / expected, 1 / MOST_CORRECTED), MOST_CORRECTED)
+    return factor, factor
 
 
 def _with_own_servers(profile: Profile) -> Profile:

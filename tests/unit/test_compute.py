@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offbeat.cost.measured import Costs
 from offbeat.profile.compute import compute_scale, measured_graph
 from offbeat.profile.lines import Pass, RankTrace, Step
+from offbeat.profile.measure import MOST_CORRECTED, corrections
 
 SPAN = 0.01
 GRADIENTS = 4
@@ -57,3 +60,17 @@ def test_a_rank_that_is_always_slower_keeps_its_factor() -> None:
     recorded = traces(lambda rank, *_: SPAN / 2 * (rank == 2), ranks=3)
     assert compute_scale(recorded) == {2: pytest.approx(1.5)}
     assert backward_seconds(recorded) == pytest.approx([SPAN] * GRADIENTS)
+
+
+@given(st.floats(1e-3, 1), st.floats(1e-3, 1), st.floats(1e-3, 2))
+def test_corrected_costs_take_the_link_as_long_as_the_job_did(fixed: float, moving: float, spent: float) -> None:
+    constant, per_byte = corrections(spent, fixed + moving, moving)
+    within = moving / MOST_CORRECTED < spent < MOST_CORRECTED * (fixed + moving)
+    assert not within or constant * fixed + per_byte * moving == pytest.approx(spent)
+    assert per_byte == 1 or spent <= moving or spent >= fixed + moving
+
+
+def test_a_delay_that_messages_hide_from_each_other_is_not_taken_for_bandwidth() -> None:
+    """Fifty messages of 1 MB back to back on a link of 1 GB/s, each of which took 0.2 ms longer alone."""
+    constant, per_byte = corrections(0.050, 50 * (0.2e-3 + 1e-3), 0.050)
+    assert (constant, per_byte) == (pytest.approx(0), 1)
