@@ -53,8 +53,8 @@ PAIR_STEPS = 2 * (1 + BLOCK_STEPS)
 MOST_STEPS = 120
 """Spent on trials of what one search has found."""
 PATIENCE_SECONDS = 15.0
-"""For which the search has the machine's other processors to itself. If it takes longer, because it must compile its
-code first, DDP's way is timed meanwhile."""
+"""For which a search beside ranks that compute on processors has the others to itself. If it takes longer, because it
+must compile its code first, DDP's way is timed meanwhile."""
 MOST_CONTENDERS = 3
 BEHIND, EVENLY_BEHIND = 0.05, 0.1
 """A contender that was slower than the present plan by more than this share in its heats goes to no final. The second
@@ -156,9 +156,9 @@ class Tuner:
             self.runtime.settled = False
 
     def _improve(self) -> Generator[None, None, None]:
-        # Where ranks compute on processors it would take time from the recorded steps.
-        early = self.rank == 0 and self.runtime.device.type == "cuda"
-        searcher = start_search() if early else None
+        # Ranks that compute on processors leave none to a search while steps are recorded or timed.
+        beside = self.runtime.device.type == "cuda"
+        searcher = start_search() if beside and self.rank == 0 else None
         try:
             traces = yield from self._record()
             name = self.runtime.plan.strategy.name
@@ -174,7 +174,7 @@ class Tuner:
             graph = self.ranks.agree(first["graph"] if first else "")
             recorded = ModelGraph.from_json(graph)
             present = self.running = Runner(name, self.runtime.plan)
-            state, found = yield from self._answer(searcher, name, PATIENCE_SECONDS)
+            state, found = yield from self._answer(searcher, name, 0.0 if beside else PATIENCE_SECONDS)
             if state == "failed":
                 return
             predicted = {each["name"]: each["seconds"] for each in found["candidates"]} if found else {}
